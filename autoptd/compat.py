@@ -54,14 +54,14 @@ __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "withou
 
 @contextmanager
 def light_export(stacks: Any, run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
-    """Let torch.export do without what nobody reads, a third of its time.
+    """Skip the parts of torch.export whose results are not used, a third of its time.
 
-    That is: Python code of every graph on the way, what is known of a node besides its fake value, and torch's own
-    frames in every node's stack trace; `stacks` stands for torch's CapturedTraceback.
-    With `run`, it calls `run(forward, args)` where it would trace, in all the surroundings of a trace (fake
-    parameters in the model); `run` ends with an exception.
+    That is: the Python code of intermediate graphs, metadata of nodes besides fake values, and torch's own
+    frames in stack traces; `stacks` replaces torch's CapturedTraceback. With `run`, it calls `run(forward,
+    args)` instead of tracing, in the state of a trace (fake parameters in the model); `run` ends with an
+    exception.
     """
-    # It takes torch's compiler with it, two seconds that a rank does without.
+    # It imports torch's compiler, which takes two seconds.
     from torch.export import _trace
 
     with ExitStack() as around:
@@ -82,7 +82,7 @@ def light_export(stacks: Any, run: Callable[[Any, tuple[Any, ...]], None] | None
 
 @contextmanager
 def _replaced(module: types.ModuleType, **others: Any) -> Iterator[None]:
-    """Give names of a module other values in a block: those that this release of torch has."""
+    """Replace values of a module in a block, of the names that this release of torch has."""
     names = vars(module)
     known = {name: names[name] for name in others if name in names}
     names.update({name: others[name] for name in known})
@@ -97,11 +97,13 @@ def _nothing(*_: object, **__: object) -> None:
 
 
 class PreDispatchMode(SchemaCheckMode):
-    """A mode that is called with operators above autograd: composite ones whole, as torch.export records them.
+    """A mode that is called with operators above autograd: composite ones whole, as torch.export records
+    them.
 
     Inside of a trace, or of `enable_python_dispatcher`.
 
-    torch lets three of its own modes in there, and this is the plainest of them; nothing of it is used.
+    torch accepts only three of its modes there; this is the simplest of them, and none of its methods is
+    used.
     """
 
     def __init__(self) -> None:
@@ -110,10 +112,10 @@ class PreDispatchMode(SchemaCheckMode):
 
 @contextmanager
 def traced_through(see: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> Iterator[None]:
-    """Let `see(trace, func, args, kwargs)` handle the operators that torch.export meets; `trace` records one, with
-    operands of its choice.
+    """Let `see(trace, func, args, kwargs)` handle the operators that torch.export meets; `trace` records one,
+    with operands of its choice.
 
-    A mode of one's own has no place above torch's while it traces.
+    Another mode cannot be placed above torch's own while it traces.
     """
     known = ProxyTorchDispatchMode.__torch_dispatch__
 
@@ -129,7 +131,9 @@ def traced_through(see: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> I
 
 @contextmanager
 def _quiet_failures(names: dict[str, Any]) -> Iterator[None]:
-    """Keep torch.export from printing the graph so far, a page of it, before it raises: the `TraceError` names the line."""
+    """Keep torch.export from printing the graph so far, a page of it, before it raises: the `TraceError`
+    names the line.
+    """
     logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
     level = logger.level
     names["print"] = lambda *args, **kwargs: None
@@ -154,9 +158,7 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def _lstm_of_one_shape() -> Iterator[None]:
-    """Let torch.export of 2.11 know the shape of an LSTM's last states: they have one dim of 1 too many
-    there.
-    """
+    """Fix the shape of an LSTM's last states in torch.export of 2.11, where they have an additional dim of 1."""
     names = vars(torch._decomp.decompositions)
     known = names.get("one_layer_lstm")
     if known is None:
@@ -176,9 +178,9 @@ def _lstm_of_one_shape() -> Iterator[None]:
 
 @contextmanager
 def plain_checkpoints() -> Iterator[list[Any]]:
-    """Let non-reentrant activation checkpoints call what they wrap and compute nothing again.
+    """Let non-reentrant activation checkpoints call the wrapped functions, without recomputation.
 
-    Yields what they wrap.
+    Yields a list, to which wrapped functions are added.
     """
     met: list[Any] = []
     names = vars(torch.utils.checkpoint)
@@ -212,7 +214,7 @@ def autograd_node_number() -> int | None:
 
 
 def last_node_number() -> int:
-    """Return the sequence number of the autograd node made last on this thread.
+    """Return the sequence number of the last autograd node that this thread has made.
 
     Below autograd, an operator's own.
     """
@@ -236,7 +238,7 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b in `dtype`, rounded once: the GEMM itself adds up in at least that."""
     if a.dtype == dtype:
         return a @ b
-    # On the meta device nothing runs, and what a GPU holds is what counts.
+    # On the meta device nothing runs; it should show the memory of a GPU.
     if a.is_cuda or a.is_meta:
         return torch.mm(a, b, out_dtype=dtype)
     # The CPU has no GEMM with another dtype for its result.
@@ -244,9 +246,7 @@ def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return total + a @ b in `dtype`, added up in the place of `total`: by the GEMM itself where torch has
-    such a one.
-    """
+    """Return total + a @ b in `dtype`, written to `total`; the GEMM itself adds if torch has such a GEMM."""
     if total is None:
         return mm_as(a, b, dtype)
     if total.dtype == a.dtype or a.is_meta:
@@ -261,9 +261,7 @@ def add_mm(total: torch.Tensor | None, a: torch.Tensor, b: torch.Tensor, dtype: 
 
 @cache
 def _gemm_adds_to(wide: torch.dtype, narrow: torch.dtype, device: torch.device) -> bool:
-    """Whether the GEMM of `narrow` operands adds to a sum in `wide`: releases differ in what they take, so it
-    is tried.
-    """
+    """Tell whether the GEMM of `narrow` operands can add to a sum in `wide`; releases differ, so it is tried."""
     total, ones = (
         torch.ones(16, 16, dtype=wide, device=device),
         torch.ones(16, 16, dtype=narrow, device=device),
@@ -280,9 +278,9 @@ def new_group(
 ) -> dist.ProcessGroup | None:
     """Call `dist.new_group` under a name of ours, on all ranks; None for those that are not in `ranks`.
 
-    torch names a group by how many groups the process has made (or hashes that with the ranks): where one
-    process has made another number of them, its name is another, and all wait for it. `max_ctas` bounds the
-    SMs that NCCL takes for the group; the flight recorder tells `desc`.
+    torch names a group by the number of groups that the process has made (or a hash of that and the ranks):
+    if one process has made another number of groups, the names differ, and all wait for it. `max_ctas` bounds
+    the SMs that NCCL uses for the group; the flight recorder shows `desc`.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -302,16 +300,16 @@ def new_group(
 
 
 def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any:
-    """Options of an NCCL group, with a bound on its CTAs if there is to be one; None elsewhere.
+    """Return the options of an NCCL group, with a bound on its CTAs if requested; None for other backends.
 
-    What is started beside computation runs on a stream of NCCL's own: of high priority, for a GEMM that was
-    queued later would else take all SMs, and the sum would start at its tail.
+    Collectives that overlap computation run on a separate stream of NCCL. It has high priority: otherwise a
+    GEMM that was queued later would occupy all SMs, and the sum would start at its end.
     """
     if backend != "nccl" or not hasattr(dist, "ProcessGroupNCCL"):
         return None
     options = dist.ProcessGroupNCCL.Options()
     options.is_high_priority_stream = True
-    # Else torch warns that its own is overridden.
+    # Otherwise torch warns that its own timeout is overridden.
     options._timeout = timeout
     if max_ctas is None:
         return options
@@ -324,7 +322,7 @@ def _nccl_options(backend: str, timeout: timedelta, max_ctas: int | None) -> Any
 def gather_into(handle: dist.ProcessGroup, whole: torch.Tensor, x: torch.Tensor, is_async: bool) -> Any:
     """Gather `x` of all ranks into `whole`: [t, *x.shape], contiguous.
 
-    Returns the Work, None where there is nothing to wait for.
+    Returns the Work, None if there is nothing to wait for.
     """
     options = dist.distributed_c10d.AllgatherOptions()
     options.asyncOp = is_async
@@ -342,7 +340,7 @@ def scatter_into(handle: dist.ProcessGroup, mine: torch.Tensor, x: torch.Tensor,
 
 
 def _flat(x: torch.Tensor) -> torch.Tensor:
-    """Contiguous numbers in one dim, of which gloo wants as many on both sides; complex ones as pairs."""
+    """Return the numbers in one dim, complex ones as pairs: gloo wants equal element counts on both sides."""
     return (torch.view_as_real(x) if x.is_complex() else x).view(-1)
 
 
@@ -364,10 +362,12 @@ def bound_device() -> torch.device | None:
 
 @cache
 def interpreter_fault() -> str:
-    """Say why Triton's interpreter cannot run kernels with a loop up to an argument; nothing where it can.
+    """Return the reason why Triton's interpreter cannot run kernels with a loop up to an argument, "" if it
+    can.
 
-    That of Triton 3.6 makes a number of an array of one dim, which numpy 2.4 refuses; that of 3.9 does not,
-    so it is tried. Compiled kernels know nothing of it. To be deleted when Triton 3.6 is not served any more.
+    The one of Triton 3.6 converts an array of one dim to a number, which numpy 2.4 refuses; the one of 3.9
+    does not, so it is tried. Compiled kernels are not affected. To be deleted when Triton 3.6 is no longer
+    supported.
     """
     import numpy
     import triton
@@ -380,13 +380,13 @@ def interpreter_fault() -> str:
     return ""
 
 
-def _loop(n):  # type: ignore[no-untyped-def]  # Triton gives annotations a meaning of its own
+def _loop(n):  # type: ignore[no-untyped-def]  # Triton interprets annotations
     for _ in range(n):
         pass
 
 
 def file_view(file: Any, offset: int, nbytes: int) -> Any:
-    """Return some bytes of a file as a file of their own, as torch.distributed.checkpoint reads its items."""
+    """Return a range of bytes of a file as a separate file, as torch.distributed.checkpoint reads its items."""
     # Its import takes half a second, and only checkpoints need it.
     from torch.distributed.checkpoint.utils import _create_file_view
 
@@ -394,7 +394,8 @@ def file_view(file: Any, offset: int, nbytes: int) -> Any:
 
 
 def save_item(value: Any, file: Any) -> None:
-    """Write what `torch.save(value, file)` writes, without its CRC32s: those of whole blocks are checked instead.
+    """Write what `torch.save(value, file)` writes, without its CRC32s: those of whole blocks are checked
+    instead.
 
     torch turns them off for a whole process only (`set_crc32_options`).
     """

@@ -20,16 +20,16 @@ ZERO = (
     "zero=1 divides the optimizer's state over the replicas, Zero(shard=8) over groups of 8; stages 2 and 3 "
     "are not implemented"
 )
-RECOMPUTE = 'recompute="full", "selective" or "auto"; what the model wraps in torch.utils.checkpoint is followed as it is'
+RECOMPUTE = 'recompute="full", "selective" or "auto"; torch.utils.checkpoint in the model is followed'
 CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) after pm.step"
 OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"
 DATA = "leave it out: pm.local_batch(x, y) cuts the global batch to this replica's rows"
 UNNEEDED = "leave it out: nothing here needs it"
 
-# Modules of others, as they are met in a trace.
-NORMS = "LayerNorm or GroupNorm, or .eval() of the batch norm, which keeps its statistics as they are"
+# Modules of other libraries in a trace.
+NORMS = "LayerNorm or GroupNorm, or .eval() of the batch norm, which then keeps its statistics"
 SORTS = (
-    "for experts, tokens that are sorted, multiplied by torch.nn.functional.grouped_mm and put back in order, each by itself "
+    "for experts, tokens that are sorted, multiplied by torch.nn.functional.grouped_mm and put back in order, separately "
     "in between"
 )
 EXPERTS = (

@@ -1,8 +1,10 @@
-"""Mark an auxiliary loss that is meant for every microbatch by itself, as a load-balancing loss is in Megatron.
+"""Mark an auxiliary loss that is computed for each microbatch separately, as a load-balancing loss is in
+Megatron.
 
-In: a value that a model computes of its rows, and adds to its loss. Out: the same value. Where a step has several microbatches
-or replicas, each computes it of its own rows, and the loss of a step has their mean: it depends on how the batch is divided,
-which no other part of a loss does. On one device, and in one microbatch, nothing changes.
+In: a value that a model computes from its rows, and adds to its loss. Out: the same value. With several
+microbatches or replicas, each computes it from its own rows, and the loss of a step has their mean. So it
+depends on how the batch is divided, unlike any other part of a loss. On one device and in one microbatch,
+nothing changes.
 
     balance = experts * (chosen.mean(0) * probs.mean(0)).sum()
     loss = loss + 0.01 * autoptd.per_microbatch(balance)
@@ -18,14 +20,16 @@ from typing import Any
 import torch
 
 Tensor = torch.Tensor
-# What `verify` has in the place of the operator while it runs the unmodified model.
+# Replaces the operator while `verify` runs the unmodified model.
 _INSTEAD: ContextVar[Callable[[Tensor], Tensor] | None] = ContextVar("instead", default=None)
 
 
 def per_microbatch(x: Tensor) -> Tensor:
-    """Return x, a value of the rows at hand: every microbatch computes its own, and a step's loss has their mean.
+    """Return x, a value of the rows at hand: every microbatch computes its own, and a step's loss has their
+    mean.
 
-    It must not carry the batch any more; values that only it reads may mix the rows of a microbatch by sums and means.
+    It must not carry the batch any more; values that only it reads may mix the rows of a microbatch by sums
+    and means.
     """
     instead = _INSTEAD.get()
     return _mark(x) if instead is None else instead(x)  # type: ignore[no-any-return]

@@ -1,4 +1,6 @@
-"""What a user may ask for: keywords, their defaults and choices; the records that group rare ones; the checked request."""
+"""What a user may ask for: keywords, their defaults and choices; the records that group rare ones; the
+checked request.
+"""
 
 from autoptd.options.keyword import NOT_YET, Keyword
 from autoptd.options.options import PRECISIONS, Options

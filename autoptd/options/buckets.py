@@ -1,6 +1,7 @@
 """The keyword `shapes`: how a run handles batches with other lengths or rows than `example_inputs`.
 
-In: "bucket" or `Buckets`, as `Shapes` of options/parts.py has it. Out: the lengths to which batches are padded.
+In: "bucket" or `Buckets`, as `Shapes` of options/parts.py has it. Out: the lengths to which batches are
+padded.
 
     bucket_lengths("bucket", 1024, unit=2)              # (64, 128, 256, 512, 1024)
     bucket_lengths(Buckets((512, 1024)), 1024, unit=2)  # (512, 1024)

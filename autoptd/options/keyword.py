@@ -97,13 +97,15 @@ def check_plain(keywords: Mapping[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Keyword:
-    """The description of a setting besides its default: metadata of a field of `Options`, or of one of its parts.
+    """The description of a setting besides its default: metadata of a field of `Options`, or of one of its
+    parts.
 
     `flag` is a key of `FLAGS` in wings/cli/parser.py, which tells how the command line parses it; "" for a
     keyword without a flag. `help` and `metavar` are argparse's; `is_for_training`: only `autoptd train` has
     the flag. `choices` are its values, if they can be listed. `kind`, by default the flag, is a key of
     `KINDS`. `is_planned`: plan.json has it under "options", in the order of the fields; with `only_with`,
-    only if this degree is above 1. `name`: on the command line, in plan.json and in errors, if it differs from the field's.
+    only if this degree is above 1. `name`: on the command line, in plan.json and in errors, if it differs
+    from the field's.
     """
 
     flag: str = ""

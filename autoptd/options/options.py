@@ -1,8 +1,8 @@
-"""What is asked of AutoPTD, checked: `Options`.
+"""Define `Options`, a checked request.
 
-In: degrees and parts (parts.py), as `make_options` reads them from keywords and a plan. Out: one frozen request. Each field
-is a keyword, or a part with several: its metadata make the flag of the command line and the entry in plan.json. The signature
-of `parallelize` is written by hand, and a test compares the two.
+In: degrees and parts (parts.py), as `make_options` reads them from keywords and a plan. Out: one frozen
+request. Each field is a keyword, or a part with several: its metadata make the flag of the command line and
+the entry in plan.json. The signature of `parallelize` is written by hand, and a test compares the two.
 
     make_options(t=2, p=2, d=2, v=2).mesh.size == 8
 """
@@ -44,9 +44,10 @@ PRECISIONS = {"bf16": "bfloat16", "fp16": "float16", "bf16-mixed": "bfloat16", "
 class Options:
     """One request: t, p, d, c degrees, v model chunks per pipeline rank, and how to run; see `parallelize`.
 
-    `schedule` is a name or the file with the user's own, `memory` in bytes, `machine` as plan.json spells it. `memory_price`:
-    seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp does not fit, it is raised until
-    one does (compiler/memory_search.py); a saved plan has it, and so gives the same program again. `plan`: pinned decisions.
+    `schedule` is a name or the file with the user's own, `memory` in bytes, `machine` as plan.json spells it.
+    `memory_price`: seconds per microbatch that each byte of a rank costs more. Where the fastest plan over tp
+    does not fit, it is raised until one does (compiler/memory_search.py); a saved plan has it, and so gives
+    the same program again. `plan`: pinned decisions.
     """
 
     t: int = keyword(1, "count", "tensor-parallel degree")
@@ -128,7 +129,7 @@ class Options:
             raise PlanError(f"delay_wgrad_compute={self.hooks.delay_wgrad!r}", fact, "one of the two")
 
     def _check_degrees(self) -> None:
-        """Check that there may be so many ranks, and that context parallelism is set up only with c > 1."""
+        """Check the number of ranks, and that context parallelism is set up only with c > 1."""
         if (count := max(self.mesh.size, self.num_stages)) > MAX_RANKS:
             raise PlanError("mesh", f"would have {count:,} ranks or stages", f"at most {MAX_RANKS:,}")
         for setting in settings_of(self.context):
@@ -140,7 +141,7 @@ class Options:
     def _check_storage(self) -> None:
         """Check that equal groups of replicas can share the optimizer's state, and how gradients add up."""
         if self.precision and self.hooks.fp32_gradients:
-            fact = f"with precision={self.precision!r} gradients add up in float32 as it is"
+            fact = f"with precision={self.precision!r} gradients already add up in float32"
             raise PlanError("accumulate_allreduce_grads_in_fp32=True", fact, "leave it out")
         check_sharing(self.mesh, self.sharing_ranks)
 
@@ -188,10 +189,10 @@ class Options:
         return sharing_of(self.mesh, self.sharing_ranks)
 
     def state_bytes(self, itemsize: int) -> StateBytes:
-        """Return what an element of a trained parameter costs that stages use in a dtype of so many bytes."""
+        """Return the bytes per element of a trained parameter that stages use in a dtype of `itemsize` bytes."""
         wide = max(itemsize, 4)
         if self.precision:
-            # Under autocast, what is read in float32 has no copy.
+            # Under autocast, parameters that are read in float32 have no copy.
             has_master = not self.is_mixed or itemsize < wide
             return bytes_per_element(itemsize, wide, wide, has_master=has_master, parts=self.sharing_ranks)
         # The sum of a float32 parameter is its gradient; float64 ones have no float32 gradient.

@@ -4,7 +4,8 @@ In: `zero=1`, or `zero=Zero(shard=8)`. Out: the part of `Options` that the compi
 
     autoptd.parallelize(model, d=16, zero=Zero(shard=8, reduce_dtype="bf16"), ranks=RankOptions(timeout=60.0))
 
-The command line and plan.json have every one of these settings under a flat name: `dp_shard` for `Zero.shard`.
+The command line and plan.json have every one of these settings under a flat name: `dp_shard` for
+`Zero.shard`.
 """
 
 from __future__ import annotations
@@ -125,10 +126,12 @@ class Fuse:
 
 @dataclass(frozen=True)
 class LossScale:
-    """What backward starts from in place of 1 with fp16: a dynamic scale by Megatron's rule, unless it is `fixed`.
+    """What backward starts from in place of 1 with fp16: a dynamic scale by Megatron's rule, unless it is
+    `fixed`.
 
-    It starts as `initial`. An update is skipped, on all ranks, where a gradient is not finite. From the `hysteresis`-th such
-    update on each halves the scale, down to `minimum`; `window` updates in a row without one double it, up to 2**127.
+    It starts as `initial`. An update is skipped, on all ranks, where a gradient is not finite. From the
+    `hysteresis`-th such update on each halves the scale, down to `minimum`; `window` updates in a row without
+    one double it, up to 2**127.
     """
 
     fixed: float | None = keyword(
@@ -221,7 +224,8 @@ class Zero:
 
 @dataclass(frozen=True)
 class Recompute:
-    """Which saved activations are dropped after forward and computed again in backward (passes/kept/requested.py).
+    """Which saved activations are dropped after forward and computed again in backward
+    (passes/kept/requested.py).
 
     what: "full", of every layer all but its input; "full:1/2", in half of each stage's layers; "selective", attention's
         scores and values computed from them; a list of globs, the values that these modules compute; "auto", the
@@ -263,7 +267,9 @@ class Recompute:
 
     @property
     def full_share(self) -> Fraction | None:
-        """The share of layers that are computed again in full: 1 of "full", 1/2 of "full:1/2"; None of all else."""
+        """The share of layers that are computed again in full: 1 of "full", 1/2 of "full:1/2"; None of all
+        else.
+        """
         found = re.fullmatch(r"full(?::(\d+)/(\d+))?", self.what) if isinstance(self.what, str) else None
         if found is None:
             return None
@@ -279,8 +285,8 @@ def _are_globs(what: Any) -> bool:
 class LinearHooks:
     """Hooks on the backward of linear layers (runtime/ops/linear.py), all off by default.
 
-    A layer with a hook is a Python autograd function: about 10% slower at h=64, not at all from h=256 (benchmarks). The
-    settings have Megatron's names.
+    A layer with a hook is a Python autograd function: about 10% slower at h=64, not at all from h=256
+    (benchmarks). The settings have Megatron's names.
 
     async_allreduce: the all-reduce of the input's gradient of a column-split layer overlaps the GEMM of the weight's gradient
         (`async_tensor_model_parallel_allreduce`). An input that several layers share (separate q, k, v) keeps its own, which

@@ -1,7 +1,7 @@
 """From keywords to `Options`: records and flat names, old spellings, a plan, a bound on memory.
 
-In: the keywords of `parallelize`, `compile` or `verify`. Out: settings by their flat names, which plans, the planner and the
-command line speak; and `Options`.
+In: the keywords of `parallelize`, `compile` or `verify`. Out: settings by their flat names, which plans, the
+planner and the command line speak; and `Options`.
 
     flat({"t": 2, "zero": Zero(shard=8)})              # {"t": 2, "zero": 1, "dp_shard": 8}
     grouped({"t": 2, "zero": 1, "dp_shard": 8})        # {"t": 2, "zero": Zero(stage=1, shard=8)}
@@ -36,7 +36,9 @@ PARTS: dict[str, tuple[type, tuple[Setting, ...]]] = {
 
 
 def _places() -> dict[str, tuple[str, Setting]]:
-    """Return where Options has each setting, by its flat name: the part, "" for itself, and what is declared there."""
+    """Return the place of each setting in Options, by its flat name: the part ("" for Options itself), and
+    the declaration.
+    """
     own = {setting.field: setting for setting in settings_of(Options)}
     found: dict[str, tuple[str, Setting]] = {}
     for item in fields(Options):
@@ -49,18 +51,18 @@ def _places() -> dict[str, tuple[str, Setting]]:
 
 PLACES = _places()
 KEYWORDS: dict[str, Keyword] = {name: setting.keyword for name, (_, setting) in PLACES.items()}
-# What has a record by now, and was a keyword of its own: all but those that are named like their part.
+# Former keywords that are now in a record: all settings but those with the name of their part.
 OLD = {name: part for name, (part, _) in PLACES.items() if part not in ("", name)}
 
 
 def settings(options: Options) -> dict[str, Any]:
-    """Return what is asked, by the flat names."""
+    """Return the settings by their flat names."""
     owners = {name: getattr(options, part) if part else options for name, (part, _) in PLACES.items()}
     return {name: getattr(owners[name], setting.field) for name, (_, setting) in PLACES.items()}
 
 
 def flat(keywords: Mapping[str, Any]) -> dict[str, Any]:
-    """Return keywords with the settings of records by their flat names; warn once of those that have a record by now."""
+    """Return keywords with the settings of records by flat names; warn once of former keywords."""
     found = dict(keywords)
     old = [name for name in OLD if found.get(name) is not None]
     for part, (kind, places) in PARTS.items():
@@ -87,19 +89,21 @@ def flat(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(value: Any, part: str, places: tuple[Setting, ...]) -> dict[str, Any]:
-    """Return what a record says: its first setting, if the keyword is called like that, and what is not left to defaults."""
+    """Return the settings of a record that differ from their defaults, and the one with the name of the
+    keyword.
+    """
     said = {place.name: getattr(value, place.field) for place in places}
     found = {
         place.name: said[place.name]
         for place in places
         if said[place.name] != place.default or place.name == part
     }
-    # As JSON has it, so that it can be compared with a plan.
+    # In JSON's types, to compare it with a plan.
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}
 
 
 def _text(part: str, keywords: Mapping[str, Any]) -> str:
-    """Write a record as a user would: what the keyword is called like comes first, and needs no name."""
+    """Write a record as a user would: the setting with the name of the keyword comes first, without a name."""
     kind, places = PARTS[part]
     asked = [(place, keywords[place.name]) for place in places if keywords.get(place.name) is not None]
     items = [repr(value) if place.name == part else f"{place.field}={value!r}" for place, value in asked]
@@ -124,7 +128,8 @@ def _parts(keywords: Mapping[str, Any]) -> dict[str, Any]:
 def make_options(*, plan: Any = None, **keywords: Any) -> Options:
     """Return Options for settings by their flat names; refuse what does not exist yet.
 
-    `plan` is a dict or the path of a plan.json; a setting may not contradict it. One that is None is left out.
+    `plan` is a dict or the path of a plan.json; a setting may not contradict it. One that is None is left
+    out.
     """
     # Before unknown keywords: `summa=True` is known here, and refused by its feature's name.
     keywords = without_missing(keywords, KEYWORDS)
@@ -134,7 +139,7 @@ def make_options(*, plan: Any = None, **keywords: Any) -> Options:
                 f"{name}=", "no such keyword", remedy_for(name) or nearest(name, sorted(KEYWORDS))
             )
     keywords = {name: value for name, value in keywords.items() if value is not None}
-    # As a plan has them, so that the two can be compared.
+    # In a plan's types, to compare the two.
     if isinstance(keywords.get("schedule"), os.PathLike):
         keywords["schedule"] = os.fspath(keywords["schedule"])
     if "machine" in keywords:
@@ -164,7 +169,7 @@ NEEDS_ZERO, NEEDS_RECOMPUTE = ("dp_shard", "reduce_dtype"), ("recompute_num_laye
 
 
 def relieved(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return settings with "auto" for all that may make ranks smaller and was not asked for, where `memory` is bounded.
+    """Return settings with "auto" for those that can save memory and were not given, if `memory` is bounded.
 
     How it is chosen: compiler/memory_search.py.
     """

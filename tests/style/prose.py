@@ -65,13 +65,18 @@ PAGES: tuple[str, ...] = (
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
+    "autoptd/api.py",
     "autoptd/codegen",
+    "autoptd/compat.py",
     "autoptd/compiler",
+    "autoptd/elsewhere.py",
     "autoptd/errors.py",
     "autoptd/ir",
     "autoptd/kernels",
     "autoptd/model",
+    "autoptd/options",
     "autoptd/passes",
+    "autoptd/per_microbatch.py",
     "autoptd/program",
     "autoptd/runtime/__init__.py",
     "autoptd/runtime/checkpoint",

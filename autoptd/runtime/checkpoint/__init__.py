@@ -1,1 +1,1 @@
-"""Checkpoints: the state of a run in a folder, which any mesh reads. `autoptd/model/state.py` has the verbs."""
+"""Checkpoints: the state of a run in a folder, which any mesh reads. `autoptd/model/checkpoints.py` has the verbs."""

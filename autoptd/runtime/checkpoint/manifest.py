@@ -49,7 +49,7 @@ class TensorRecord(NamedTuple):
 @dataclass
 class Manifest:
     """The content of a checkpoint. `about` describes the run (`about_program`, and additions of `commit.py`
-    and `model/state.py`).
+    and `model/checkpoints.py`).
 
     `state` has the keys of the tensors in the optimizer state of each parameter, `values` the other entries
     of that state. `files` has the size of every file and, if it is read as a whole, its CRC32.
