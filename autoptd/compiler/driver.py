@@ -20,7 +20,7 @@ from autoptd.compiler.memory_search import Written, fit
 from autoptd.compiler.program_cache import ProgramCache
 from autoptd.compiler.request import BatchPlan, Request, Traces, batch_plans, settle
 from autoptd.compiler.saved import FindSaved
-from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute
+from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute, warn_of_whole_tokens
 from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
 from autoptd.ir.scopes import on_cpu
@@ -75,6 +75,8 @@ def compile_program(
     # A program from the cache was already warned about when it was written.
     if isinstance(program, Compiled):
         warn_of_recompute(graph, ctx.options, tried.traces.captured.checkpointed)
+        if like is None:
+            warn_of_whole_tokens(ctx)
         program = replace(program, draw=draw)
     return replace(program, cast_buffers=narrowing.cast, traced=tried.traces.traced)
 

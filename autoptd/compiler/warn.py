@@ -11,10 +11,12 @@ from torch.fx import Graph
 
 from autoptd.compiler.records.plan import merged_fallbacks
 from autoptd.errors import PlanError
-from autoptd.ir.mesh import AXES
+from autoptd.ir.mesh import AXES, Role
 from autoptd.ir.names import any_layer, is_within
 from autoptd.ir.notes import note, ops
 from autoptd.options import Options
+from autoptd.passes.context import Context
+from autoptd.passes.solve.assignment import Assignment
 from autoptd.program.program import Program
 
 # Share of the FLOPs of matrix products.
@@ -45,6 +47,26 @@ def warn_of_recompute(graph: Graph, options: Options, checkpointed: Sequence[str
             "the same, memory is not reduced"
         )
         warnings.warn(message, stacklevel=4)
+
+
+def warn_of_whole_tokens(ctx: Context) -> None:
+    """Warn if sequence_parallel=True splits no value by tokens."""
+    if ctx.options.sequence_parallel is not True:
+        return
+    axes = [axis for axis in ctx.mesh.axes_of(Role.VALUES) if ctx.mesh.degree(axis) > 1]
+    if axes and not any(_splits_tokens(ctx.found.assignments[axis]) for axis in axes):
+        fact = "all values are so small that a second collective would cost more than it saves"
+        warnings.warn(f"sequence_parallel=True changes nothing: {fact}", stacklevel=4)
+
+
+def _splits_tokens(assignment: Assignment) -> bool:
+    """Tell whether a result of any operator is split by tokens over the axis of an assignment."""
+    splitter = assignment.splitter
+    for node, strategy in assignment.strategies.items():
+        for _, kind in strategy.gives.shards:
+            if id(splitter.axes.atoms(node, kind.dim)[kind.atom]) in splitter.tokens:
+                return True
+    return False
 
 
 def warn_of_mixing(mixed: PlanError, microbatches_before: int, program: Program) -> None:

@@ -89,6 +89,15 @@ MUTATIONS = (
         ("record.needs_grad and parameter.numel() > 0", "record.needs_grad"),
     ),
     *planted(
+        "autoptd/compiler/warn.py",
+        "tests/parity/test_sequence_parallel.py -k changes_nothing",
+        (
+            "in splitter.tokens:\n                return True",
+            "in splitter.tokens:\n                return False",
+        ),
+        ("if axes and not any(", "if False and not any("),
+    ),
+    *planted(
         "autoptd/compiler/request.py",
         "tests/parity/test_mixing.py",
         ("if rows not in self.known:", "if True:"),

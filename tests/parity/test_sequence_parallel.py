@@ -5,6 +5,7 @@ from __future__ import annotations
 import html
 import itertools
 import math
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -49,6 +50,19 @@ def wide_gpt(layers: int = 2) -> GPT:
     """Of a size at which people train; on meta."""
     with torch.device("meta"):
         return GPT(GPTConfig(vocab_size=50304, block_size=1024, n_layer=layers, n_head=16, n_embd=2048))
+
+
+def test_a_request_that_changes_nothing_is_reported() -> None:
+    text = "sequence_parallel=True changes nothing"
+    with pytest.warns(UserWarning, match=text):
+        autoptd.compile(
+            gpt(2), t=2, sequence_parallel=True, machine=Machine(latency=1e-3), example_inputs=batch()
+        )
+    ids = torch.zeros(4, 1024, dtype=torch.long, device="meta")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", text)
+        autoptd.compile(wide_gpt(1), t=8, sequence_parallel=True, example_inputs=(ids, ids))
+        autoptd.compile(gpt(1), t=2, sequence_parallel="auto", example_inputs=batch())
 
 
 def test_a_layer_has_two_gathers_and_two_reduce_scatters() -> None:
