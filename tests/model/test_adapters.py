@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import autoptd
-from autoptd.runtime.folders import read_folder, save_adapter
+from autoptd.runtime.folders import read_folder, save_pretrained
 from tests.parity.test_peft import KINDS, MACHINE, adapted, batch, llama, lora
 
 safetensors = pytest.importorskip("safetensors.torch")
@@ -278,4 +278,4 @@ def test_a_model_without_adapters(tmp_path: Path) -> None:
 
 def test_the_files_have_the_names_of_peft() -> None:
     names = peft.utils.SAFETENSORS_WEIGHTS_NAME, peft.utils.CONFIG_NAME
-    assert names == (save_adapter.WEIGHTS, save_adapter.CONFIG)
+    assert names == (save_pretrained.WEIGHTS, save_pretrained.CONFIG)

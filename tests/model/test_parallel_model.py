@@ -300,9 +300,9 @@ def test_another_batch_is_refused_with_all_differences() -> None:
         with pytest.raises(PlanError, match=r"ids is \[6, 5\] .*expected \[8, 5\] .*drop_last") as caught:
             pm.step(ids, targets.int())
         assert "targets is [6, 5] int32" in str(caught.value) and caught.value.site == "step"
-        with pytest.raises(PlanError, match="nested"):
+        with pytest.raises(PlanError, match="nesting"):
             pm.step(ids, targets=targets)
-        with pytest.raises(PlanError, match="nested"):
+        with pytest.raises(PlanError, match="nesting"):
             pm.eval_step(ids)
         with pytest.raises(PlanError, match="targets is None"):
             pm.step(make_batch()[0], None)
