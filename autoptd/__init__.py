@@ -43,8 +43,8 @@ HOMES = {  # module -> the public names that it has
     "model.batches": ("Batches", "ignore_signals"),
     "subject.initial.deferred": ("deferred", "materialize"),
     "errors": ("AutoptdError", "InternalError", "PlanError", "RuntimeFault", "TraceError"),
-    "options.buckets": ("Buckets",),
     "options": (
+        "Buckets",
         "ContextParallel",
         "Fuse",
         "LinearHooks",
@@ -55,7 +55,7 @@ HOMES = {  # module -> the public names that it has
         "Zero",
     ),
     "passes.ops.unlisted": ("register_rule",),
-    "per_microbatch": ("per_microbatch",),
+    "subject.per_microbatch": ("per_microbatch",),
     "wings.planner.plan": ("plan",),
     "wings.planner.predict": ("predict",),
     "wings.planner.traced": ("predict_program",),

@@ -23,6 +23,7 @@ from autoptd.compiler.compiler import Compiler
 from autoptd.ir.machine import Machine
 from autoptd.model import parallel_model
 from autoptd.options import (
+    Buckets,
     ContextParallel,
     Fuse,
     LinearHooks,
@@ -34,19 +35,16 @@ from autoptd.options import (
     flat,
     make_options,
 )
-from autoptd.options.buckets import Buckets
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.read import open_weights
 from autoptd.runtime.step.launch import enter_world, is_first_process
 from autoptd.subject.call import split_call
-from autoptd.subject.module import check_module
 from autoptd.subject.subject import Subject
 from autoptd.trace import check_precision
 from autoptd.verify.verify import Report, compare
 from autoptd.wings.planner.auto import planned
 from autoptd.wings.reports.excepthook import print_errors_once
-from autoptd.wings.reports.pictures import draw_program
-from autoptd.wings.viz import graph_picture
+from autoptd.wings.reports.pictures import draw_program, graph_picture
 
 
 class ParallelModel(parallel_model.ParallelModel):
@@ -153,10 +151,9 @@ def parallelize(
     for name in ("model", "example_inputs", "weights", "others"):
         del requested[name]
     print_errors_once()
-    check_module(model)
+    subject = Subject.of(model, None if weights is None else open_weights(weights))
     options = make_options(**planned(model, example_inputs, flat(requested)))
     enter_world(options.mesh, options.backend, options.device)
-    subject = Subject.of(model, None if weights is None else open_weights(weights))
     check_precision(subject.model, options.precision)
     compiler = Compiler(subject, options, checks=is_first_process(), draw=graph_picture)
     pm = ParallelModel.lazy(compiler, draw=draw_program)

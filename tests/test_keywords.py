@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 import autoptd
-from autoptd.elsewhere import REMEDIES
 from autoptd.errors import PlanError, TraceError
 from autoptd.options import KEYWORDS, NOT_YET, make_options
+from autoptd.options.elsewhere import REMEDIES
 from autoptd.options.spelling import OLD, PARTS
 
 NO_KIND = object()  # of no keyword

@@ -12,7 +12,6 @@ the optimizer; all ranks take part in each call.
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,7 +22,6 @@ import torch
 
 from autoptd.compat import tree_flatten, tree_map, tree_unflatten
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
-from autoptd.ir.types import ZIGZAG
 from autoptd.model.loop_changes import LoopChanges
 from autoptd.model.run import ModelCompiler, Run
 from autoptd.options.buckets import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
@@ -363,12 +361,7 @@ class PaddedCalls(BatchPadding):
         assert shapes is not None
         check_updates(first)
         length = lead_of(first).shape[1]
-        # Ranks that split tokens want equal parts of them.
-        parts = math.prod(map(options.mesh.degree, options.mesh.token_axes))
-        unit = parts * (options.mesh.value_ranks if options.sequence_parallel is True else 1)
-        if options.context.tokens == ZIGZAG:
-            unit = math.lcm(unit, 2 * parts)
-        lengths = bucket_lengths(shapes, length, unit)
+        lengths = bucket_lengths(shapes, length, options.token_unit)
         pad = dict(getattr(shapes, "pad", {}))
         super().__init__(first, lengths, labels_of(first.graphs["TRACED"]), pad, run.started("step").replicas)
         self._run, self._compiler = run, compiler

@@ -2,6 +2,7 @@
 checked request.
 """
 
+from autoptd.options.buckets import Buckets
 from autoptd.options.keyword import NOT_YET, Keyword
 from autoptd.options.options import PRECISIONS, Options
 from autoptd.options.parts import (
@@ -24,6 +25,7 @@ __all__ = [
     "MAX_SCALE",
     "NOT_YET",
     "PRECISIONS",
+    "Buckets",
     "ContextParallel",
     "Fuse",
     "Keyword",

@@ -21,6 +21,7 @@ from autoptd.ir.machine import Machine, find_machine, machine_names
 from autoptd.ir.mesh import DEGREES, Mesh
 from autoptd.ir.placement import Sharing, StateBytes, bytes_per_element, check_sharing, sharing_of
 from autoptd.ir.plan import Plan
+from autoptd.ir.types import ZIGZAG
 from autoptd.options.keyword import FOR_TRAINING, IN_PLAN, check_kinds, keyword, settings_of
 from autoptd.options.parts import (
     ContextParallel,
@@ -212,6 +213,13 @@ class Options:
     def schedule_name(self) -> str:
         """The schedule's name; of a file, its own without the folder, which may differ from rank to rank."""
         return self.schedule.name if isinstance(self.schedule, Path) else str(self.schedule)
+
+    @property
+    def token_unit(self) -> int:
+        """Tokens of a batch that can be padded are a multiple of this: ranks that split tokens want equal parts of them."""
+        parts = math.prod(map(self.mesh.degree, self.mesh.token_axes))
+        unit = parts * (self.mesh.value_ranks if self.sequence_parallel is True else 1)
+        return math.lcm(unit, 2 * parts) if self.context.tokens == ZIGZAG else unit
 
     @property
     def num_stages(self) -> int:

@@ -18,12 +18,12 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from autoptd.elsewhere import remedy_for
 from autoptd.errors import PlanError, a_type
 from autoptd.ir.actions import is_path
 from autoptd.ir.machine import machine_record
 from autoptd.ir.plan import nearest, read_plan
 from autoptd.ir.quantities import check_memory
+from autoptd.options.elsewhere import remedy_for
 from autoptd.options.keyword import Keyword, Setting, settings_of, without_missing
 from autoptd.options.options import Options
 

@@ -30,10 +30,10 @@ from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
 
 from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
-from autoptd.elsewhere import EXPERTS
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import Note, Origin, copy_graph, note, op_name, ops, set_note, site
+from autoptd.options.elsewhere import EXPERTS
 from autoptd.subject.storage import first_names, is_same_memory, tied_names
 from autoptd.trace.autocast import OFF, Autocast, Casting
 from autoptd.trace.functions import other_functions

@@ -37,11 +37,11 @@ from autoptd.ir.notes import op_name, ops
 from autoptd.kernels.forms import wide
 from autoptd.options import PRECISIONS, LossScale, Options
 from autoptd.passes.solve.batch_types import MARK
-from autoptd.per_microbatch import marking
 from autoptd.program.program import Program
 from autoptd.runtime.ops.dropout import Draw, dropout, exponential, normal, uniform
 from autoptd.runtime.step.microbatches import part_of_rows
 from autoptd.subject.call import Call
+from autoptd.subject.per_microbatch import marking
 from autoptd.trace import (
     OFF,
     Autocast,

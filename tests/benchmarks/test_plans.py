@@ -39,7 +39,7 @@ def test_layers_of_a_real_model_are_written_once() -> None:
     made = {one.conversion for one in program.collectives if one.site.startswith("model.layers.")}
     assert made - {"i_to_p"} == {"i_to_r", "p_to_i"}
     assert "s_to_i(embed_tokens" in program.sources["stage_0.py"]
-    assert f"for i in range(0, {plans.LAYERS}):  # model.layers.0 to" in program.sources["stage_0.py"]
+    assert f"for i in range({plans.LAYERS}):  # model.layers.0 to" in program.sources["stage_0.py"]
 
 
 def test_the_results_are_megatrons_plans() -> None:

@@ -116,7 +116,7 @@ BAD: dict[str, tuple[Callable[[Path], Path], str]] = {
         rewritten(lambda name, x: (name, x[:2] if "lora_A" in name else x[:, :2].contiguous())),
         r"lora_A.default.weight has shape \(2, \d+\), not \(4, \d+\); .*; and 13 more",
     ),
-    "integers": (rewritten(lambda name, x: (name, x.int())), "has dtype torch.int32, which is not cast"),
+    "integers": (rewritten(lambda name, x: (name, x.int())), "has dtype torch.int32, which cannot be cast"),
     "another shape": (
         of(narrow),
         r"layers.0.mlp.up_proj.lora_B.default.weight has shape \(48, 4\), not \(64, 4\)",

@@ -9,7 +9,7 @@ MUTATIONS = (
         ("        with paused_collection():\n", "        if True:\n"),
     ),
     *planted(
-        "autoptd/elsewhere.py",
+        "autoptd/options/elsewhere.py",
         "tests/test_keywords.py",
         ('RECOMPUTE = \'recompute="full"', 'RECOMPUTE = \'recomputed="full"'),
     ),

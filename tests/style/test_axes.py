@@ -26,7 +26,7 @@ ALLOWED = {
 }
 # Ten at most.
 EXCEPTIONS = {
-    "elsewhere.py": "names of keywords in other libraries, and what to write here instead",
+    "options/elsewhere.py": "names of keywords in other libraries, and what to write here instead",
 }
 
 

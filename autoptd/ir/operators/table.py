@@ -290,7 +290,7 @@ OPERATORS = [
         text=".neg",
     ),
     Operator("aten.pow", keeps="operands", text="**", variable="power"),
-    # Values that each microbatch computes separately (`autoptd/per_microbatch.py`).
+    # Values that each microbatch computes separately (`autoptd/subject/per_microbatch.py`).
     Operator("autoptd.per_microbatch", links=no_links, linear=FIRST),
     # Updates of buffers in forward (`ir/updates.py`).
     Operator("autoptd.update_buffer", links=no_links, linear=FIRST, variable="loss"),

@@ -21,7 +21,6 @@ from dataclasses import replace
 import torch
 from torch.fx import Graph, Node
 
-from autoptd.elsewhere import NORMS, SORTS
 from autoptd.errors import InternalError, PlanError
 from autoptd.ir.layout import BATCH
 from autoptd.ir.noise import is_draw
@@ -40,6 +39,7 @@ from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import linear_groups, operator_of
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.ir.updates import KEEP
+from autoptd.options.elsewhere import NORMS, SORTS
 from autoptd.passes.axes.axes import Axes, Letter, Place
 from autoptd.passes.axes.constants import Constants
 from autoptd.passes.ops.costs import flops

@@ -13,13 +13,13 @@ from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptio
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from autoptd.elsewhere import remedy_for
 from autoptd.errors import PlanError
 from autoptd.ir.actions import SCHEDULES
 from autoptd.ir.mesh import BY_DEGREE
 from autoptd.ir.plan import nearest
 from autoptd.ir.quantities import parse_bytes
 from autoptd.options import KEYWORDS
+from autoptd.options.elsewhere import remedy_for
 from autoptd.wings.cli.request import read_settings
 
 # Flags that must be at least 1, for all commands but plan.
