@@ -127,3 +127,16 @@ def test_a_count_is_a_whole_number_of_at_least_1(name: str) -> None:
 def test_other_values_than_the_choices_are_refused(given: dict[str, Any]) -> None:
     with pytest.raises(autoptd.PlanError, match="no such choice"):
         make_options(**given)
+
+
+def test_a_record_says_only_what_differs_from_its_defaults() -> None:
+    """A plan with another setting of the same record is not contradicted."""
+    plan = {"mesh": {"c": 2}, "options": {"context": "ulysses"}}
+    options = make_options(**flat({"plan": plan, "context": autoptd.ContextParallel(tokens="zigzag")}))
+    assert (options.context.attention, options.context.tokens) == ("ulysses", "zigzag")
+    assert flat({"zero": autoptd.Zero()}) == {"zero": 1}
+
+
+def test_a_record_is_made_by_a_call() -> None:
+    with pytest.raises(autoptd.PlanError, match=r"Remedy: zero=autoptd.Zero\(...\)"):
+        flat({"zero": autoptd.Zero})

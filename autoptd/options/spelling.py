@@ -74,7 +74,7 @@ def flat(keywords: Mapping[str, Any]) -> dict[str, Any]:
                 fact = f"both say how {part} is set"
                 raise PlanError(f"{part}= and {both[0]}=", fact, f"{part}={_text(part, found | said)}")
             found |= said
-        elif part not in PLACES and part in found:
+        elif value is kind or (part not in PLACES and part in found):
             del found[part]
             if value is not None:
                 remedy = f"{part}=autoptd.{kind.__name__}(...)"
@@ -89,14 +89,15 @@ def flat(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(value: Any, part: str, places: tuple[Setting, ...]) -> dict[str, Any]:
-    """Return the settings of a record that differ from their defaults, and the one with the name of the
-    keyword.
+    """Return the settings of a record that differ from their defaults, and those that differ from `Options`:
+    `Zero()` is stage 1, and without it the stage is 0.
     """
+    unset = getattr(Options, part)
     said = {place.name: getattr(value, place.field) for place in places}
     found = {
         place.name: said[place.name]
         for place in places
-        if said[place.name] != place.default or place.name == part
+        if not said[place.name] == place.default == getattr(unset, place.field)
     }
     # In JSON's types, to compare it with a plan.
     return {name: list(value) if isinstance(value, tuple) else value for name, value in found.items()}

@@ -14,6 +14,14 @@ MUTATIONS = (
         ('RECOMPUTE = \'recompute="full"', 'RECOMPUTE = \'recomputed="full"'),
     ),
     *planted(
+        "autoptd/options/spelling.py",
+        "tests/test_options.py -k differs_from_its_defaults",
+        (
+            "if not said[place.name] == place.default == getattr(unset, place.field)",
+            "if said[place.name] != place.default",
+        ),
+    ),
+    *planted(
         "autoptd/errors.py",
         "tests/trace/test_loss.py",
         ("{fact.removesuffix('.')}", "{fact}"),

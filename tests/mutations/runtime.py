@@ -4,6 +4,11 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/runtime/checkpoint/commit.py",
+        "tests/runtime/checkpoint/test_bad_input.py -k neighbour",
+        ("if not here.name or not here.parent", "if not here.parent"),
+    ),
+    *planted(
         "autoptd/runtime/checkpoint/restore.py",
         "tests/runtime/checkpoint/test_bad_input.py -k dtype",
         ("stored.itemsize > saved.itemsize", "True"),

@@ -70,7 +70,7 @@ def new_token() -> str:
 def path_of(folder: str | os.PathLike[str], site: str) -> Path:
     """Return a folder's path; PlanError for anything else, such as the address of a store."""
     text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
-    if not isinstance(text, str):
+    if not isinstance(text, str) or not text:
         raise PlanError(site, f"{folder!r} is not a valid directory path", "for example 'ckpts/step-1000'")
     if "://" in text:
         raise PlanError(
@@ -147,9 +147,11 @@ def _why_none(folder: Path) -> tuple[str, str]:
 
 def siblings(folder: Path, mark: str) -> list[Path]:
     """Return the temporary folders that saves of `folder` made next to it."""
-    if not folder.parent.is_dir():
+    # "." has no name of its own. "/" has none at all, and paths without a mark are not its copies.
+    here = folder if folder.name else folder.absolute()
+    if not here.name or not here.parent.is_dir():
         return []
-    return sorted(path for path in folder.parent.iterdir() if marked(path, mark) == folder.name)
+    return sorted(path for path in here.parent.iterdir() if marked(path, mark) == here.name)
 
 
 def checkpoints(folder: Path) -> list[Path]:

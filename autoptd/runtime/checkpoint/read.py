@@ -310,7 +310,8 @@ def verify_files(path: str | os.PathLike[str]) -> list[str]:
                 findings += _changed_blocks(Checkpoint(folder, manifest, {}, None), file)
         except (PlanError, OSError) as error:
             findings.append(str(error))
-    return findings
+    # A damaged file of checksums is met again at the file that it belongs to.
+    return list(dict.fromkeys(findings))
 
 
 def _changed_blocks(checkpoint: Checkpoint, file: str) -> list[str]:

@@ -15,6 +15,7 @@ from torch import nn
 
 import autoptd
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.runtime.checkpoint.commit import siblings
 from tests.parity.models import gpt
 from tests.runtime.checkpoint.damage import edit, edit_metadata
 from tests.runtime.checkpoint.models import assert_same, running, state_of, tied_gpt, train
@@ -62,6 +63,18 @@ def test_no_folder(model: Running, tmp_path: Path) -> None:
 
 def test_an_empty_folder(model: Running, tmp_path: Path) -> None:
     refused(model, tmp_path, "is an empty folder")
+
+
+@pytest.mark.parametrize(
+    ("path", "fact"), [(".", "has no checkpoint.json"), ("", "is not a valid directory path")]
+)
+def test_a_neighbour_is_never_taken(
+    model: Running, folder: Path, path: str, fact: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path without a name of its own is not that of every folder without a mark."""
+    monkeypatch.chdir(folder.parent)
+    refused(model, path, fact)
+    assert siblings(Path("/"), ".old-") == siblings(Path("."), ".old-") == []
 
 
 def test_only_what_a_save_left(model: Running, folder: Path) -> None:
