@@ -147,7 +147,7 @@ def _why_none(folder: Path) -> tuple[str, str]:
 
 def siblings(folder: Path, mark: str) -> list[Path]:
     """Return the temporary folders that saves of `folder` made next to it."""
-    # "." has no name of its own. "/" has none at all, and paths without a mark are not its copies.
+    # "." is named by its absolute path. "/" has no name, and would match every path without a mark.
     here = folder if folder.name else folder.absolute()
     if not here.name or not here.parent.is_dir():
         return []
