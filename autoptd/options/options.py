@@ -216,7 +216,7 @@ class Options:
 
     @property
     def token_unit(self) -> int:
-        """Tokens of a batch that can be padded are a multiple of this: ranks that split tokens want equal parts of them."""
+        """Return what padded sequence lengths are a multiple of: ranks that split tokens need equal parts."""
         parts = math.prod(map(self.mesh.degree, self.mesh.token_axes))
         unit = parts * (self.mesh.value_ranks if self.sequence_parallel is True else 1)
         return math.lcm(unit, 2 * parts) if self.context.tokens == ZIGZAG else unit

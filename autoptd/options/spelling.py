@@ -89,8 +89,8 @@ def flat(keywords: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _said(value: Any, part: str, places: tuple[Setting, ...]) -> dict[str, Any]:
-    """Return the settings of a record that differ from their defaults, and those that differ from `Options`:
-    `Zero()` is stage 1, and without it the stage is 0.
+    """Return the settings of a record that differ from its defaults or from those of `Options`: `Zero()` means
+    stage 1, but without a record the stage is 0.
     """
     unset = getattr(Options, part)
     said = {place.name: getattr(value, place.field) for place in places}
