@@ -79,11 +79,7 @@ class Checkpointer:
         extra: Mapping[str, Any] | None,
     ) -> None:
         self._pace = checked_pace(every, keep, mtbf, WRITER)
-        # Wherever the process works later.
-        if not str(folder):
-            raise PlanError(
-                f"{WRITER}({str(folder)!r})", "names no folder", "for example 'ckpts'; '.' for this one"
-            )
+        # Absolute: the process may change its working directory later.
         self._asked, self.folder = str(folder), path_of(folder, WRITER).absolute()
         run = checkpoints.run
         self._checkpoints, self._run, self._clock = checkpoints, run, run.clock

@@ -68,7 +68,7 @@ def new_token() -> str:
 
 
 def path_of(folder: str | os.PathLike[str], site: str) -> Path:
-    """Return a folder's path; PlanError for anything else, such as the address of a store."""
+    """Return a folder's path; PlanError for anything else, such as "" or the address of a store."""
     text = os.fspath(folder) if isinstance(folder, (str, os.PathLike)) else None
     if not isinstance(text, str) or not text:
         raise PlanError(site, f"{folder!r} is not a valid directory path", "for example 'ckpts/step-1000'")
