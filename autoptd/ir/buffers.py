@@ -83,14 +83,22 @@ def same_entries(one: torch.Tensor, other: torch.Tensor) -> bool:
     if one.dtype.itemsize > 1 or not one.is_floating_point():
         return torch.equal(one, other)
     is_alike = one.shape == other.shape and one.dtype == other.dtype
-    return is_alike and torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+    return is_alike and torch.equal(bytes_of(one), bytes_of(other))
+
+
+def bytes_of(x: torch.Tensor) -> torch.Tensor:
+    """Return a tensor's bytes [n], in the order of its entries: shared with it where they are next to each other."""
+    flat = x.detach().resolve_conj().resolve_neg().reshape(-1)
+    # A column, or a single entry, of a larger tensor keeps its stride, even where torch calls it contiguous.
+    if flat.stride() != (1,):
+        flat = torch.empty(flat.shape, dtype=flat.dtype, device=flat.device).copy_(flat)
+    return flat.view(torch.uint8)
 
 
 def digest(x: torch.Tensor) -> str:
     """Return a hash of a tensor's shape, dtype and entries."""
     state = hashlib.sha256(f"{tuple(x.shape)} {x.dtype}".encode())
     # As bytes, so that NaN and -0.0 compare by their bits.
-    flat = x.detach().contiguous().reshape(-1).view(torch.uint8)
-    for block in flat.split(BLOCK_BYTES):
+    for block in bytes_of(x).split(BLOCK_BYTES):
         state.update(block.cpu().numpy().data)
     return state.hexdigest()[:16]

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from autoptd.compat import FakeTensor
+from autoptd.ir.buffers import bytes_of
 from autoptd.subject.contents import (
     CONTAINERS,
     MISSING,
@@ -213,7 +214,7 @@ class Stamp(NamedTuple):
             return cls("a tensor", torch.Size(), torch.float32, 0)
         own = x.detach().cpu().contiguous()
         text = repr(own.tolist()) if own.numel() <= MOST_SHOWN else "a tensor"
-        return cls(text, x.shape, x.dtype, zlib.crc32(own.reshape(-1).view(torch.uint8).numpy()))
+        return cls(text, x.shape, x.dtype, zlib.crc32(bytes_of(own).numpy()))
 
     def __repr__(self) -> str:
         return self.text

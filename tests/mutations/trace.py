@@ -9,6 +9,11 @@ MUTATIONS = (
         ("if one.dtype.itemsize > 1 or not one.is_floating_point():", "if True:"),
     ),
     *planted(
+        "autoptd/ir/buffers.py",
+        "tests/ir/test_buffers.py",
+        ("if flat.stride() != (1,):", "if not flat.is_contiguous():"),
+    ),
+    *planted(
         "autoptd/ir/names.py",
         "tests/codegen/test_written_names.py",
         ('name = free_name(identifier(wanted, "layer_"))\n', "return free_name(wanted)\n"),

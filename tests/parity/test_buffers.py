@@ -301,7 +301,7 @@ REFUSED: dict[type[Updating], str] = {
     Maximum: r"amax mixes the samples.*update of buffer kept.*num_microbatches=1",
     ReadsAfter: r"of a sum over samples.*num_microbatches=1",
     Draws: r"update of buffer kept draws random numbers",
-    Grows: r"ema: is changed by the forward",
+    Grows: r"ema .*is changed by the forward",
     Norm: r"norm: .*batch norm in training.*GroupNorm.*num_microbatches=1",
 }
 

@@ -416,7 +416,7 @@ def test_an_outer_part_that_is_moved_is_found(monkeypatch: pytest.MonkeyPatch, m
     """Of tokens cp has the outer part, of heads tp: the check knows what the solver must not choose."""
     autoptd.compile(gpt(2), **mesh, example_inputs=batch())
     monkeypatch.setattr(TokenSplitter, "inner_of", lambda self, node, kind: "neither")
-    with pytest.raises(autoptd.InternalError, match=r"what is cut over (tp|cp) within"):
+    with pytest.raises(autoptd.InternalError, match=r"a dim that is cut over (tp|cp) within"):
         autoptd.compile(gpt(2), **mesh, example_inputs=batch())
 
 

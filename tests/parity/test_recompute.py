@@ -544,8 +544,8 @@ def test_a_weight_gradient_of_another_microbatch_shows() -> None:
     [
         ({"recompute": "some"}, "no such choice"),
         ({"recompute": "full:3/2"}, "no such choice"),
-        ({"recompute": True}, "names nothing"),
-        ({"recompute": []}, "names nothing"),
+        ({"recompute": True}, "does not select anything"),
+        ({"recompute": []}, "does not select anything"),
         ({"recompute": "full", "fuse": "inductor"}, "torch's compiler"),
         ({"recompute": "selective", "recompute_num_layers": 2}, "recompute='full' only"),
     ],

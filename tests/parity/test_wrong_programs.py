@@ -385,7 +385,7 @@ FAULTS: dict[str, tuple[Callable[[Patch], object], Make, Asked, str]] = {
         only_the_last_microbatch, two_layers, {**MAIN, "num_microbatches": 2}, "differs",
     ),
     "a gradient that is added twice": (
-        added_twice, two_layers, {**MAIN, "d": 2, "num_microbatches": 2}, "a backward too many|grew after",
+        added_twice, two_layers, {**MAIN, "d": 2, "num_microbatches": 2}, "one backward too many|grew after",
     ),
     "an operator that is wrongly taken for one of single tokens": (
         lambda patch: patch.setitem(TABLE, "aten.cumsum", ONE_TOKEN),

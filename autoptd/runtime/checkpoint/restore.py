@@ -26,6 +26,7 @@ from typing import Any
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.ir.buffers import bytes_of
 from autoptd.ir.rectangles import Item
 from autoptd.program.about import about_model, module_hashes
 from autoptd.program.pieces import Shares, holder_axes, holders, share_stage, view_of
@@ -373,7 +374,7 @@ def _send(world: World, axes: tuple[str, ...], source: int, views: Sequence[torc
     sizes = [view.nbytes for view in views]
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=views[0].device)
     if world.rank == source:
-        torch.cat([view.reshape(-1).view(torch.uint8) for view in views], out=packed)
+        torch.cat([bytes_of(view) for view in views], out=packed)
     received = _broadcast(world, axes, source, packed, f"{SITE}: copies")
     for view, part in zip(views, received.split(sizes), strict=True) if world.rank != source else ():
         # Cloned, as an element may not begin at any byte.

@@ -47,6 +47,7 @@ from torch.distributed.checkpoint.storage import WriteResult
 
 from autoptd.compat import file_view, save_item, storage_info
 from autoptd.errors import PlanError, RuntimeFault
+from autoptd.ir.buffers import bytes_of
 from autoptd.ir.rectangles import Sizes
 from autoptd.runtime.checkpoint.manifest import (
     METADATA,
@@ -119,7 +120,7 @@ def alone(x: torch.Tensor) -> torch.Tensor:
     x = x.cpu()
     if not (x.is_contiguous() and x.numel()):
         return x.clone()
-    return torch.from_numpy(x.detach().reshape(-1).view(torch.uint8).numpy()).view(x.dtype).view(x.shape)
+    return torch.from_numpy(bytes_of(x).numpy()).view(x.dtype).view(x.shape)
 
 
 class _Disk(FileSystem):

@@ -33,6 +33,7 @@ from autoptd.compat import (
     without_modes,
 )
 from autoptd.errors import PlanError
+from autoptd.ir.buffers import bytes_of
 from autoptd.subject.initial.tape import Constant, Draw, Place, Replay, Step, Streams, Tape
 
 aten = torch.ops.aten
@@ -365,5 +366,4 @@ def _fills(x: Tensor) -> bool:
 
 def _is_same(x: Tensor, copy: Tensor) -> bool:
     """Tell whether the bits are the same, so that NaN equals itself."""
-    one, two = (each.detach().contiguous().reshape(-1).view(torch.uint8) for each in (x, copy))
-    return torch.equal(one, two)
+    return torch.equal(bytes_of(x), bytes_of(copy))

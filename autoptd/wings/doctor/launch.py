@@ -20,6 +20,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -98,20 +99,27 @@ class Lobby:
         self._await("verdict", lambda: "waited for rank 0, which compares what the ranks have handed in")
         return Verdict.parse(self.store.get("verdict"))
 
-    def report_printed(self) -> None:
-        """Announce that rank 0 has printed the report."""
+    def report_printed(self, has_fault: bool) -> None:
+        """Announce that rank 0 has printed the report; with a fault, stay until the others have found theirs.
+
+        They ask the store who is gone, and this process may host it.
+        """
+        deadline = time.monotonic() + LINGER
         with suppress(RuntimeError):
             self.store.set("printed", "yes")
+            while has_fault and self.store.add("faults", 0) < self.size - 1 and time.monotonic() < deadline:
+                time.sleep(0.1)
 
-    def wait_for_report(self) -> None:
-        """Wait for a while until rank 0 has printed the report."""
+    def wait_for_report(self, has_fault: bool) -> None:
+        """Wait for a while until rank 0 has printed the report; tell it before that a fault was found."""
         # In a thread, as torch's timeout does not work if the host of the store is stopped.
-        waiting = threading.Thread(target=self._await_report, daemon=True)
+        waiting = threading.Thread(target=self._await_report, args=(has_fault,), daemon=True)
         waiting.start()
         waiting.join(2 * LINGER)
 
-    def _await_report(self) -> None:
+    def _await_report(self, has_fault: bool) -> None:
         with suppress(RuntimeError):
+            self.store.add("faults", int(has_fault))
             self.store.wait(["printed"], timedelta(seconds=LINGER))
 
     def _await(self, key: str, reason: Callable[[], str]) -> None:

@@ -75,13 +75,13 @@ def run_launched(request: Request) -> int:
     if lobby.rank == 0:
         report = DoctorReport(verdict, tuple(meshes), _cluster(request, verdict), fault)
         _print(request, report)
-        lobby.report_printed()
+        lobby.report_printed(has_fault=bool(fault))
     else:
         report = DoctorReport(verdict, tuple(meshes), fault=fault)
         if fault:
             # Rank 0 may be the one that failed.
             print(fault, file=sys.stderr, flush=True)
-        lobby.wait_for_report()
+        lobby.wait_for_report(has_fault=bool(fault))
     if fault:
         # A normal exit would wait for threads and kernels that never finish.
         os._exit(report.status)

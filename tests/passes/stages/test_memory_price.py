@@ -67,9 +67,9 @@ def kinds(program: Program) -> set[str]:
 
 @pytest.mark.thorough
 def test_tokens_are_split_where_nothing_else_fits() -> None:
-    machine = autoptd.Machine(latency=4e-6)  # two collectives in the place of one cost something
+    machine = autoptd.Machine(latency=6e-6)  # two collectives in the place of one cost something
     free = compiled(sequence_parallel="auto", machine=machine)
-    bound = 0.78 * fullest(free)
+    bound = 0.69 * fullest(free)
     assert "reduce-scatter" not in kinds(free) and free.plan["options"]["memory_price"] is None
     program = compiled(sequence_parallel="auto", recompute=False, memory=bound, machine=machine)
     assert fullest(program) <= bound and kinds(program) == {"reduce-scatter"}

@@ -199,7 +199,7 @@ def wrong_file(kind: str, folder: Path) -> Path:
         ("sparse", "is sparse or quantized"),
         ("state", "is not the state dict of a torch optimizer"),
         ("groups", "has numbers for 4 parameters in 2 groups"),
-        ("frozen", "numbers 2 parameters in 1 groups: of 4 tensors"),
+        ("frozen", "numbers for 2 parameters in 1 groups, which do not identify 4 tensors"),
         ("order", "exp_avg of up.weight has shape (4, 6), and up.weight (6, 4)"),
     ],
 )
