@@ -25,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.fx import Node
 from torch.fx._lazy_graph_module import _use_lazy_graph_module
 from torch.fx.experimental import proxy_tensor
 from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
@@ -48,7 +47,7 @@ __all__ += [
     "scatter_into",
     "set_grad_dtype",
 ]
-__all__ += ["TraceGraph", "calls_of_modules", "storage_info"]
+__all__ += ["storage_info"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
 
@@ -128,48 +127,6 @@ def traced_through(see: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> I
         yield
     finally:
         ProxyTorchDispatchMode.__torch_dispatch__ = known  # type: ignore[method-assign]
-
-
-class TraceGraph:
-    """Read the graph of the running trace of torch.export."""
-
-    def __init__(self) -> None:
-        mode = proxy_tensor.get_proxy_mode()
-        assert mode is not None
-        self._tracer: Any = mode.tracer
-
-    def last(self) -> Node:
-        """Return the newest node."""
-        return next(iter(reversed(self._tracer.graph.nodes)))
-
-    def after(self, node: Node) -> list[Node]:
-        """Return the nodes made after another one."""
-        found: list[Node] = []
-        # The end of the list of nodes.
-        while (node := node.next).op != "root":
-            found.append(node)
-        return found
-
-    def node_of(self, x: torch.Tensor) -> Node | None:
-        """Return the node of a tensor, None if it is a constant."""
-        known: Any = proxy_tensor.get_proxy_slot(x, self._tracer, None)
-        return None if known is None else known.proxy.node
-
-
-@contextmanager
-def calls_of_modules(call: Callable[..., Any]) -> Iterator[None]:
-    """Let `call(original, module, args, kwargs)` handle the calls of modules, in a trace of torch.export and outside."""
-    known = torch.nn.Module.__call__
-
-    def through(self: Any, *args: Any, **kwargs: Any) -> Any:
-        return call(known, self, args, kwargs)
-
-    torch.nn.Module.__call__ = through  # type: ignore[method-assign]
-    try:
-        with _replaced(torch.fx._symbolic_trace, _orig_module_call=through):
-            yield
-    finally:
-        torch.nn.Module.__call__ = known  # type: ignore[method-assign]
 
 
 @contextmanager

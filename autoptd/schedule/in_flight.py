@@ -32,25 +32,16 @@ def _moments(order: Sequence[Action], count: int, last: Kind) -> set[tuple[int, 
     """Return the counts after each forward that is followed by a backward: in between, they only rise or
     fall.
     """
-    # Of the stages of this order; the others are 0.
-    stages = sorted({action.stage for action in order})
-    place = {stage: i for i, stage in enumerate(stages)}
-    live, found, has_grown = [0] * len(stages), set(), False
-    for kind, stage, _, _ in order:
-        if kind is Kind.F:
-            live[place[stage]] += 1
+    live, moments, has_grown = [0] * count, set(), False
+    for action in order:
+        if action.kind is Kind.F:
+            live[action.stage] += 1
             has_grown = True
-        elif kind is last:
+        elif action.kind is last:
             if has_grown:
-                found.add(tuple(live))
-            live[place[stage]] -= 1
+                moments.add(tuple(live))
+            live[action.stage] -= 1
             has_grown = False
-    moments = set()
-    for counts in found:
-        moment = [0] * count
-        for stage, number in zip(stages, counts, strict=True):
-            moment[stage] = number
-        moments.add(tuple(moment))
     return moments
 
 

@@ -41,7 +41,6 @@ from autoptd.compat import (
 )
 from autoptd.errors import TraceError
 from autoptd.ir.notes import placeholders, value
-from autoptd.trace.layers.stand_in import LAYER
 
 aten = torch.ops.aten
 # Calls that compute nothing, or are the casts themselves.
@@ -114,7 +113,7 @@ class Casting:
     def operands(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Return the operands that autocast passes to `func`; `call(func, args, kwargs)` makes the casts."""
         dtype = self.autocast.dtype_now
-        if dtype is None or func is LAYER:
+        if dtype is None:
             return args, kwargs
         leaves, tree = tree_flatten((args, kwargs))
         if not any(_is_eligible(leaf) for leaf in leaves):

@@ -6,7 +6,7 @@ operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-torch.export does the tracing (`export.py`), while `watch.py` and `watched.py` refuse what it would drop silently. The exported
+torch.export does the tracing (`export`), while `watch.py` and `watched.py` refuse what it would drop silently. The exported
 program is read into a graph with one placeholder per parameter, buffer and input, a Note on every node, and no_grad
 regions inlined (`read_graph`). `normalize.py` then brings the graph into the form TRACED.
 """
@@ -16,8 +16,10 @@ from __future__ import annotations
 import inspect
 import operator
 import re
+import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,34 +28,32 @@ import torch
 from torch import nn
 from torch.export.graph_signature import InputKind
 from torch.fx import Graph, Node
-from torch.fx.node import map_arg
 
-from autoptd.compat import (
-    OpOverload,
-    tree_flatten,
-    tree_unflatten,
-)
-from autoptd.errors import TraceError
+from autoptd.compat import OpOverload, light_export, traced_through, tree_flatten, tree_unflatten
+from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.names import USED, identifier
-from autoptd.ir.notes import Note, Origin, copy_nodes, note, op_name, ops, set_note, site
+from autoptd.ir.notes import Note, Origin, copy_graph, note, op_name, ops, set_note, site
+from autoptd.options.elsewhere import EXPERTS
 from autoptd.subject.storage import first_names, is_same_memory, tied_names
 from autoptd.trace.autocast import OFF, Autocast, Casting
-from autoptd.trace.export import VALUE_REMEDY, export
-from autoptd.trace.layers.copies import Copied
-from autoptd.trace.layers.kinds import Kinds
+from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import bring_to_traced
 from autoptd.trace.reads import Reads
 from autoptd.trace.tensor_values import Checks, size_error
+from autoptd.trace.users import UserFrames
 from autoptd.trace.watch import (
     Operands,
+    called_at,
     check_loss_fn,
     check_model,
+    checkpoint_sites,
+    watch_tracing,
 )
 from autoptd.trace.watched import Watched, check_changes
 
 aten = torch.ops.aten
-# The number in the name of a node.
-NUMBER = re.compile(r"(_\d+)+$")
+# Messages of torch where tracing would need the values of a tensor.
+OF_VALUES = re.compile(r"data-dependent|unbacked symbols|infer dtype of Sym|\.numpy\(\) is not supported")
 # Calls without a value. During torch.export, a cast asserts its source dtype.
 IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 
@@ -61,13 +61,15 @@ IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 @dataclass(frozen=True)
 class Raw:
     """Hold a first trace: its graph before `normalize`, and the placeholder of each argument with which
-    torch.export calls the forward: parameters, buffers, leaves of the call (None: no tensor). `copied` are layers whose
-    operators are copies of another one's (`layers/`).
+    torch.export calls the forward: parameters, buffers, leaves of the call (None: no tensor).
     """
 
     graph: Graph
     given: tuple[Node | None, ...]
-    copied: tuple[Copied, ...] = ()
+
+
+class Followed(BaseException):
+    """Signal that the whole forward followed the first trace, so torch.export has nothing left to do."""
 
 
 @dataclass
@@ -116,8 +118,8 @@ def capture(
     wrapper = watched_model(model, loss_fn, checks)
     casting = Casting(autocast)
     whole: set[Any] = set()
-    exported, checkpointed, copied = export(
-        wrapper, *fresh_call(args, kwargs), casting=casting, whole=whole, checks=checks, kinds=Kinds(model)
+    exported, checkpointed = export(
+        wrapper, *fresh_call(args, kwargs), casting=casting, whole=whole, checks=checks
     )
     assert exported is not None
     checks.warn()
@@ -128,14 +130,13 @@ def capture(
     aliases = tied_names(model)
     tied = {name: names[0] for names in aliases.values() for name in names}
     first_name = tied | first_names(wrapper)
-    graph, inputs, buffers, mapping = read_graph(
+    graph, inputs, buffers = read_graph(
         exported, wrapper, first_name, leaves, input_names(model, args, kwargs)
     )
     check_grad_modes(graph, casting)
     # Copy first: `normalize` drops and rewrites operators that a second run of the forward will call.
-    read, copies = copy_nodes(graph)
-    layers = (each.mapped(mapping).mapped(copies) for each in copied)
-    raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)), tuple(layers))
+    read = copy_graph(graph)
+    raw = Raw(read, _given(read, wrapper, first_name, inputs, len(leaves)))
     bring_to_traced(graph, model, autocast.dtype, wrapper.seen.assigned.keys())
     persistent = frozenset(model.state_dict(keep_vars=True)) - set(tied)
     constants = tuple((i, leaf) for i, leaf in enumerate(leaves) if not isinstance(leaf, torch.Tensor))
@@ -242,10 +243,83 @@ def _leaf_names(name: str, arg: Any) -> list[str]:
     return [name] if len(leaves) == 1 else [f"{name}_{i}" for i in range(len(leaves))]
 
 
+def export(
+    wrapper: Watched,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    casting: Casting,
+    whole: set[Any],
+    checks: Checks,
+    run: Callable[[Any, tuple[Any, ...]], None] | None = None,
+) -> tuple[torch.export.ExportedProgram | None, tuple[str, ...]]:
+    """Export the forward; return the program (None where `run` followed the forward instead), and the modules
+    whose activation checkpoints it omits.
+
+    Exports again if the backward of some custom autograd functions is not the derivative of their forward
+    (these join `whole`), or if a check of values has raised (it joins `checks`).
+    """
+    exported, checks.tried = None, None
+    try:
+        with ExitStack() as around:
+            met = around.enter_context(watch_tracing(wrapper, whole))
+            around.enter_context(casting.autocast.ambient())
+            around.enter_context(torch.enable_grad())
+            around.enter_context(light_export(UserFrames(Watched.forward.__code__), run))
+            around.enter_context(traced_through(casting.call))
+            around.enter_context(suppress(Followed))
+            exported = torch.export.export(wrapper, args, kwargs, strict=False)
+        others = other_functions(met.functions)
+        if others:
+            whole |= others
+            casting.with_grad.clear()
+            return export(wrapper, args, kwargs, casting, whole, checks, run)
+        if checks.tried is not None:
+            fact = "raises on the value of a tensor, and the forward catches the exception and continues"
+            raise TraceError(checks.site(), fact, VALUE_REMEDY)
+        return exported, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
+    except AutoptdError:
+        raise
+    except Exception as error:
+        if not checks.has_left(error):
+            raise _refusal(error, checks) from error
+    casting.with_grad.clear()
+    return export(wrapper, args, kwargs, casting, whole, checks, run)
+
+
+def _refusal(error: Exception, checks: Checks) -> TraceError:
+    """Make a TraceError from an exception of torch.export or of the model."""
+    line = user_line(error)
+    fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    if OF_VALUES.search(fact):
+        if (refusal := checks.sizes.refusal(error, called_at(error), line)) is not None:
+            return refusal
+        fact = "the value of a tensor becomes a Python number, and a branch or a size may depend on it"
+        remedy = f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in line else VALUE_REMEDY
+        return TraceError(line, fact, remedy)
+    remedy = "the model must run on these example inputs; torch.export must be able to trace it"
+    return TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy)
+
+
+def user_line(error: BaseException) -> str:
+    """Return `file:line  code` of the innermost frame that is neither torch's nor AutoPTD's."""
+    own = ("/torch/", "/autoptd/trace/", "/contextlib.py", "<string>", "<eval_with_key>")
+    frames = traceback.extract_tb(error.__traceback__)
+    mine = []
+    for frame in frames:
+        if not any(part in frame.filename for part in own):
+            mine.append(frame)
+    mine = [frame for frame in mine if "/autoptd/" not in frame.filename] or mine
+    return f"{mine[-1].filename}:{mine[-1].lineno}  {mine[-1].line}" if mine else "model"
+
+
 # A frame of a stack trace: file, line number, source line. A file name may contain quotes and line breaks.
 FRAME = re.compile(
     r'^ *File "(.*?)", line (\d+), in [^\n]*(?:\n(?! *File ")([^\n]*))?', re.MULTILINE | re.DOTALL
 )
+VALUE_REMEDY = (
+    "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
+)
+VALUE_REMEDY += "or keep the number as an attribute"
 
 
 def read_graph(
@@ -254,10 +328,8 @@ def read_graph(
     first_name: dict[str, str],
     leaves: list[Any],
     names: list[str],
-) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor], dict[Node, Node]]:
-    """Copy the exported graph, with one placeholder per parameter, buffer and input, and Notes on nodes; return
-    its inputs and buffers too, and the node of every exported one.
-    """
+) -> tuple[Graph, tuple[tuple[str, int], ...], dict[str, torch.Tensor]]:
+    """Copy the exported graph, with one placeholder per parameter, buffer and input, and Notes on nodes."""
     signature = exported.graph_signature
     # The signature's properties rebuild their mapping at each access: read them once.
     parameters = dict(signature.inputs_to_parameters)
@@ -301,7 +373,7 @@ def read_graph(
             continue
         else:
             _copy(graph, node, mapping, exported.graph_module)
-    return graph, tuple(inputs), buffers, mapping
+    return graph, tuple(inputs), buffers
 
 
 def _placeholder(graph: Graph, node: Node, kind: str, name: str) -> Node:
@@ -332,9 +404,7 @@ def _copy(
         )
     # torch.export allows data-dependent sizes; a rank could not know its local ones.
     _check_sizes(node)
-    args, kwargs = map_arg((node.args, node.kwargs), mapping.__getitem__)
-    # Numbered by its place in this graph: in the exported one, copies are numbered last.
-    made = graph.create_node(node.op, node.target, args, kwargs, name=NUMBER.sub("", node.name))
+    made = graph.node_copy(node, lambda old: mapping[old])
     made.meta = {"val": node.meta.get("val")}
     source, code = source_line(node)
     origin = Origin(without_grad=detached)

@@ -19,8 +19,8 @@ from autoptd.compat import plain_checkpoints
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.subject.module import has_values
 from autoptd.trace.autocast import Autocast
+from autoptd.trace.capture import user_line
 from autoptd.trace.changed_buffers import KeptBuffers
-from autoptd.trace.export import user_line
 from autoptd.trace.loss import WithLoss
 
 REMEDY = "pass a model and example_inputs that run, with gradients, without AutoPTD"

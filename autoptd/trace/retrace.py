@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 import torch
@@ -24,23 +24,21 @@ from torch.fx import Graph, Node
 from torch.fx.node import map_arg
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoptd.compat import FakeTensor, PreDispatchMode
+from autoptd.compat import FakeTensor, FakeTensorMode, PreDispatchMode
 from autoptd.errors import AutoptdError
 from autoptd.ir.notes import copy_nodes, note, output, placeholders, value
 from autoptd.trace.autocast import OFF, Autocast, Casting
 from autoptd.trace.capture import (
     IGNORED,
     Captured,
+    Followed,
     Raw,
     capture,
     check_kept,
+    export,
     fresh_call,
     watched_model,
 )
-from autoptd.trace.export import Followed, export
-from autoptd.trace.layers.copies import Call, Unlike
-from autoptd.trace.layers.kinds import Kinds
-from autoptd.trace.layers.stand_in import LAYER, Metadata, call_layer
 from autoptd.trace.normalize import bring_to_traced
 from autoptd.trace.watched import check_changes
 
@@ -49,6 +47,24 @@ aten = torch.ops.aten
 
 class Differs(BaseException):
     """Signal that the forward differs from the first trace; a BaseException, as models catch Exception."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Hold the metadata of a fake tensor instead of the tensor: torch copies results that are referenced."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Metadata:
+        return cls(x.shape, x.stride(), x.dtype, x.device)
+
+    def make(self, mode: FakeTensorMode) -> FakeTensor:
+        meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, meta, self.device)
 
 
 def capture_again(
@@ -65,13 +81,11 @@ def capture_again(
     """
     wrapper, follower = watched_model(model, loss_fn, first.checks), Follower(first.raw, Casting(autocast))
     known: dict[str, Any] = {"whole": set(first.whole), "checks": first.checks}
-    # Without copies, the first trace had none either.
-    kinds = Kinds(model) if first.raw.copied else Kinds()
     try:
         fresh = fresh_call(args, kwargs)
-        export(wrapper, *fresh, casting=follower.casting, **known, kinds=kinds, follower=follower)
+        export(wrapper, *fresh, casting=Casting(autocast), **known, run=follower.run)
     # A full trace reports whatever the forward does differently, or where it fails.
-    except (Differs, Unlike, AutoptdError):
+    except (Differs, AutoptdError):
         return capture(model, args, kwargs, loss_fn, autocast).graph
     with autocast.ambient():
         check_changes(wrapper, args, kwargs)
@@ -89,7 +103,7 @@ class Follower(PreDispatchMode):
 
     def __init__(self, raw: Raw, casting: Casting) -> None:
         super().__init__()
-        self._raw, self.casting = raw, casting
+        self._raw, self._casting = raw, casting
         self._steps = [node for node in raw.graph.nodes if _is_step(node)]
         self._at = 0
         self._has_differed = False
@@ -98,9 +112,6 @@ class Follower(PreDispatchMode):
         self._values: dict[Node, Metadata | tuple[Metadata, ...]] = {}
         self._calls: dict[Node, tuple[Any, Any]] = {}
         self._constants: dict[Node, Tensor] = {}
-        self._copied = {
-            call.nodes[0]: (each.traced, call) for each in raw.copied for call in each.copies if call.nodes
-        }
 
     def run(self, forward: Any, args: Sequence[Any]) -> None:
         """Call the forward instead of torch.export's tracer."""
@@ -135,11 +146,11 @@ class Follower(PreDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         # In a first trace, `traced_through` does this.
-        return self.casting.call(self._follow, func, args, kwargs or {})
+        return self._casting.call(self._follow, func, args, kwargs or {})
 
     def _follow(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Call an operator and match it with the next step of the first trace."""
-        if func in IGNORED or func is LAYER:
+        if func in IGNORED:
             return func(*args, **kwargs)
         node = self._steps[self._at] if self._at < len(self._steps) else None
         # The graph copies a tensor made by `torch.tensor`, so as not to write to the constant.
@@ -159,41 +170,6 @@ class Follower(PreDispatchMode):
         self._at += 1
         self._enter(node, result)
         return result
-
-    def mark(self, tensors: list[Tensor]) -> None:
-        """Return nothing: `layer` finds the operators in the first trace."""
-
-    def since(self, begin: None, tensors: list[Tensor], result: Any) -> Call | None:
-        return Call([], [], [])
-
-    def layer(
-        self, inputs: list[Tensor], own: list[Tensor], template: Any
-    ) -> tuple[list[Tensor], int, list[Node]]:
-        """Take the values of a layer that is not run from the one of its kind that was."""
-        node = self._steps[self._at] if self._at < len(self._steps) else None
-        if node not in self._copied:
-            self._differ()
-        traced, call = self._copied[node]
-        tensors = [*inputs, *own]
-        if (len(call.operands), len(call.outputs)) != (len(tensors), len(template.outputs)):
-            self._differ()
-        for x, operand in zip(tensors, call.operands, strict=True):
-            self._operand(x, operand)
-        known = traced.operands_of(call) | dict(zip(traced.nodes, call.nodes, strict=True))
-        for one, copy in zip(traced.nodes, call.nodes, strict=True):
-            if _is_step(one) and one not in self._calls:
-                self._differ()
-            if one in self._calls:
-                self._calls[copy] = map_arg(self._calls[one], lambda operand: known.get(operand, operand))
-            if one in self._values:
-                self._values[copy] = self._values[one]
-            self._at += _is_step(copy)
-        made, number = call_layer(inputs, template.outputs)
-        for x, known_as in zip(made, call.outputs, strict=True):
-            self._node_of[x] = known_as
-        for position, moved in call.moved.items():
-            self._node_of[tensors[position]] = moved
-        return made, number, []
 
     def _is_detach(self, node: Node | None, source: Tensor) -> bool:
         if node is None or node.target is not aten.detach.default:

@@ -60,7 +60,6 @@ class Watched(WithLoss):
         try:
             buffers = AssignedBuffers(self.model, self.loss_fn)
             with Writes.recorded(begins=True) as writes, self.around(writes):
-                self.seen.writes = writes
                 loss = super().forward(*args, **kwargs)
                 self.seen.assigned = buffers.take()
                 return loss
@@ -116,8 +115,6 @@ class Seen:
         self.replaced: dict[str, Tensor] = {}
         self.assigned: dict[str, Tensor] = {}
         self.reads: Callable[[], Reads] = Reads
-        # Of the running call.
-        self.writes = Writes()
 
 
 def check_changes(watched: Watched, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

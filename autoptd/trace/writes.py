@@ -83,11 +83,6 @@ class Writes:
         self.entered: list[tuple[types.CodeType, dict[str, Any]]] = []
         self.asked: set[str] = set()
         self._harmless = Harmless()
-        # How often the code has written to something, other than to advance an iterator; what it has written to since `begin`.
-        self.count = 0
-        self._touched: set[tuple[Any, ...]] = set()
-        self._before: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._newcomers: Newcomers | None = None
         self._begins = False
         # Code that runs between these two is not recorded.
         self.pause: Callable[[], Any] = _do_nothing
@@ -103,7 +98,7 @@ class Writes:
         writes, drawn = cls(note), random_states()
         writes._begins = begins
         with paused_collection():
-            writes._newcomers = newcomers = Newcomers()
+            newcomers = Newcomers()
             try:
                 with watching(writes._see, is_users, writes._enter) as watch:
                     writes.pause, writes.resume = watch.pause, watch.resume
@@ -171,26 +166,6 @@ class Writes:
             cache.drop_filled()
         for record in reversed(self._records.values()):
             record.holder.restore(record.kept)
-
-    def begin(self) -> None:
-        """Begin a part of the block, for `has_changed`."""
-        self._touched = set()
-        self._before = {key: record.holder.entries() for key, record in self._records.items()}
-
-    def has_changed(self) -> bool:
-        """Tell whether an object that is older than the block has changed since `begin`."""
-        found, newcomers = {}, self._newcomers
-        for key in self._touched:
-            record = self._records[key]
-            before = self._before.get(key, record.entries)
-            if isinstance(record.holder, Moved) or _differs(before, record.holder.entries()):
-                found[key] = record
-        self._before = {}
-        # Objects that only records keep alive have ended.
-        held = Held(self._records)
-        found = {key: record for key, record in found.items() if held(record)}
-        assert newcomers is not None
-        return bool(found and newcomers.left_out(found))
 
     def _enter(self, frame: types.FrameType) -> None:
         """Record a cache that its wrapped function is about to fill: a property may call it unseen."""
@@ -282,12 +257,8 @@ class Writes:
 
     def _keep(self, frame: types.FrameType, holder: Holder, named: str = "") -> None:
         target = holder.holder
-        if target is NULL:
-            return
         key = (type(holder), id(target), getattr(holder, "name", ""))
-        self.count += not (isinstance(holder, Moved) and is_iterator(target))
-        self._touched.add(key)
-        if key not in self._records:
+        if key not in self._records and target is not NULL:
             named, tracked = named or _own_name(frame, holder), gc.is_tracked(target)
             self._records[key] = Record(
                 holder, holder.entries(), holder.kept(), line_of(frame), named, tracked
@@ -362,10 +333,7 @@ def _is_written(record: Record) -> bool:
     """Tell whether the content of a record has changed."""
     if isinstance(record.holder, Moved):
         return True
-    return _differs(record.entries, record.holder.entries())
-
-
-def _differs(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    now, before = record.holder.entries(), record.entries
     return list(now) != list(before) or any(now[name] is not before[name] for name in now)
 
 

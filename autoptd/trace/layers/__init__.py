@@ -1,1 +1,0 @@
-"""Trace one layer of each kind, and copy its operators for the others."""
