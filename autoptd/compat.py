@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch._decomp.decompositions
 import torch.distributed as dist
-import torch.fx.proxy
+import torch.fx._symbolic_trace
 import torch.utils.checkpoint
 from torch._dispatch.python import enable_python_dispatcher
 from torch._ops import OpOverload, OpOverloadPacket
@@ -25,9 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
 )
 from torch._subclasses.schema_check_mode import SchemaCheckMode
-from torch.fx._lazy_graph_module import _use_lazy_graph_module
-from torch.fx.experimental import proxy_tensor
-from torch.fx.experimental.proxy_tensor import ProxyTorchDispatchMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
@@ -37,7 +34,7 @@ DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 __all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
 __all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bound_device", "default_store"]
-__all__ += ["env_store", "gather_into", "interpreter_fault", "last_node_number", "light_export", "new_group"]
+__all__ += ["env_store", "exported_by", "gather_into", "interpreter_fault", "last_node_number", "new_group"]
 __all__ += [
     "add_mm",
     "file_view",
@@ -49,34 +46,25 @@ __all__ += [
 ]
 __all__ += ["storage_info"]
 __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
-__all__ += ["enable_python_dispatcher", "quiet_fakes", "traced_through", "without_modes"]
+__all__ += ["enable_python_dispatcher", "quiet_fakes", "without_modes"]
 
 
 @contextmanager
-def light_export(stacks: Any, run: Callable[[Any, tuple[Any, ...]], None] | None = None) -> Iterator[None]:
-    """Skip the parts of torch.export whose results are not used, a third of its time.
-
-    That is: the Python code of intermediate graphs, metadata of nodes besides fake values, and torch's own
-    frames in stack traces; `stacks` replaces torch's CapturedTraceback. With `run`, it calls `run(forward,
-    args)` instead of tracing, in the state of a trace (fake parameters in the model); `run` ends with an
-    exception.
+def exported_by(run: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
+    """Let torch.export call `run(forward, args)` instead of its tracer, in the state of a trace: fake parameters
+    in the model, its modes on. `run` ends with an exception.
     """
     # It imports torch's compiler, which takes two seconds.
     from torch.export import _trace
 
     with ExitStack() as around:
-        around.enter_context(_use_lazy_graph_module(True))
         around.enter_context(_quiet_failures(vars(_trace)))
         around.enter_context(_lstm_of_one_shape())
-        # A release that does not have it records stacks in its own way.
-        around.enter_context(_replaced(torch.fx.proxy, CapturedTraceback=stacks))
-        # The fake value of a node says the same, and a size that is a symbol is refused.
-        around.enter_context(_replaced(proxy_tensor, _extract_tensor_metadata=_nothing))
-        around.enter_context(_replaced(_trace, _replace_unbacked_bindings=_nothing))
-        if run is not None:
-            assert hasattr(_trace, "make_fx")
-            follow = lambda forward, **_: lambda *args: run(forward, args)  # noqa: E731
-            around.enter_context(_replaced(_trace, make_fx=follow))
+        # Models ask whether they are traced.
+        around.enter_context(_replaced(torch.fx._symbolic_trace, _is_fx_tracing_flag=True))
+        assert hasattr(_trace, "make_fx")
+        follow = lambda forward, **_: lambda *args: run(forward, args)  # noqa: E731
+        around.enter_context(_replaced(_trace, make_fx=follow))
         yield
 
 
@@ -92,10 +80,6 @@ def _replaced(module: types.ModuleType, **others: Any) -> Iterator[None]:
         names.update(known)
 
 
-def _nothing(*_: object, **__: object) -> None:
-    pass
-
-
 class PreDispatchMode(SchemaCheckMode):
     """A mode that is called with operators above autograd: composite ones whole, as torch.export records
     them.
@@ -108,25 +92,6 @@ class PreDispatchMode(SchemaCheckMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
-
-
-@contextmanager
-def traced_through(see: Callable[[Callable[..., Any], Any, Any, Any], Any]) -> Iterator[None]:
-    """Let `see(trace, func, args, kwargs)` handle the operators that torch.export meets; `trace` records one,
-    with operands of its choice.
-
-    Another mode cannot be placed above torch's own while it traces.
-    """
-    known = ProxyTorchDispatchMode.__torch_dispatch__
-
-    def through(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return see(lambda func, *call: known(self, func, types, *call), func, args, kwargs or {})
-
-    ProxyTorchDispatchMode.__torch_dispatch__ = through  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        ProxyTorchDispatchMode.__torch_dispatch__ = known  # type: ignore[method-assign]
 
 
 @contextmanager

@@ -4,17 +4,17 @@
 |------|-------|
 | call the model, find its loss, restore it after | `loss`, `watched`, `changed_buffers` |
 | record the Python state that it writes | `writes`, on `instructions`, `calls`, `users`; `changes` reports it |
-| trace it, refusing what torch.export would drop | `capture`, with `watch`, `functions`, `tensor_values`, `autocast` |
+| trace it, refusing what no graph does | `capture`, `record`, with `watch`, `functions`, `tensor_values`, `autocast` |
 | bring the graph into a normal form | `normalize`, with `functionalize`, `draws`, `statistics`, `experts`, `new_nodes` |
 | compare the graph with the model | `faithful`, on `differences`; `padding` for padded batches; `own_failure` |
-| trace it again: other rows, eval mode, later | `retrace`, `evaluation`, `again`; `reads` finds state that has changed since |
+| trace it again: eval mode, later | `evaluation`, `again`; `reads` finds state that has changed since |
 | choose the dtype in which it computes | `precision` |
 """
 
 from autoptd.subject.module import check_device, check_module, has_values
 from autoptd.trace.again import Traced
 from autoptd.trace.autocast import OFF, Autocast
-from autoptd.trace.capture import Captured, capture
+from autoptd.trace.capture import Captured, capture, capture_again
 from autoptd.trace.changed_buffers import updated_buffers
 from autoptd.trace.draws import draws, given_masks, written_out_attention
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
@@ -34,7 +34,6 @@ from autoptd.trace.precision import (
     widen_model,
 )
 from autoptd.trace.reads import Difference, Snapshot, Stamp
-from autoptd.trace.retrace import capture_again
 
 __all__ = [
     "COMPUTE_DTYPES",

@@ -5,8 +5,8 @@ pass them. Thread state becomes casts in the graph: every rank computes them, an
 reads a dtype sees them during tracing.
 
     autocast = Autocast("cpu", torch.bfloat16)
-    with autocast.ambient(), traced_through(Casting(autocast).call):
-        torch.export.export(...)       # F.linear(x, w) is traced as F.linear(x.to(bfloat16), w.to(bfloat16))
+    with autocast.ambient():
+        Casting(autocast).call(record, F.linear, (x, w), {})    # records F.linear(x.to(bfloat16), w.to(bfloat16))
 
 There is no list of operators and dtypes here. An operator is run on fake tensors under autocast, and the dtypes
 of the operators that it calls are compared with those under each of the three casts that autocast supports. So
@@ -15,7 +15,6 @@ the policy is that of the installed torch, and CUDA's is available on a machine 
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
@@ -106,8 +105,6 @@ class Casting:
 
     def __init__(self, autocast: Autocast) -> None:
         self.autocast = autocast
-        # How often each operator was called with gradients.
-        self.with_grad: Counter[Target] = Counter()
         self._cast_of: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def operands(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> tuple[Any, Any]:
@@ -128,7 +125,6 @@ class Casting:
 
     def call(self, call: Callable[..., Any], func: Target, args: Any, kwargs: Any) -> Any:
         """Call an operator with the operands that autocast passes to it."""
-        self.with_grad[func] += torch.is_grad_enabled()
         return call(func, *self.operands(call, func, args, kwargs))
 
     def _cast(self, x: Tensor, dtype: torch.dtype, call: Callable[..., Any]) -> Tensor:
@@ -137,7 +133,6 @@ class Casting:
         known = self._cast_of.get(x) if is_cached else None
         if known is not None and known.dtype == dtype:
             return known  # type: ignore[no-any-return]
-        self.with_grad[aten.to.dtype] += torch.is_grad_enabled()
         made: Tensor = call(aten.to.dtype, (x, dtype), {})
         if is_cached:
             self._cast_of[x] = made

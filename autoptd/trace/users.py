@@ -1,23 +1,24 @@
 """Tell the user's Python code, and that of model libraries, from torch's and Python's own.
 
 In: a code object, a frame, or an exception. Out: whether its instructions are watched; the user's source line; the
-stack of the line that made a node of a trace, without torch's own frames.
+line of the forward that made a node of a trace.
 
-    users_line()                                                    # "net.py:41"
-    UserFrames(Watched.forward.__code__).extract().summary()        # the frames of the model
+    users_line()                                        # "net.py:41"
+    ForwardLines(Watched.forward.__code__).innermost()  # "net.py:41", "x = self.lin(x)"
 """
 
 from __future__ import annotations
 
+import linecache
 import os
 import sys
 import sysconfig
-import traceback
 import types
 from functools import cache
 
 import torch
 
+TRACE = os.path.dirname(__file__) + os.sep
 OWN = os.path.dirname(os.path.dirname(__file__)) + os.sep
 TORCH = os.path.dirname(torch.__file__) + os.sep
 TORCH_NN = os.path.join(TORCH, "nn", "")
@@ -118,39 +119,24 @@ def users_line() -> str:
     return line_of(sys._getframe(1))
 
 
-class UserFrames:
-    """Replace torch's CapturedTraceback during tracing; extract the stack from `root`, without torch frames.
+class ForwardLines:
+    """Find the source line of the innermost `forward` that runs, up to the one of code `root`."""
 
-    Stacks share their summaries of lines, which saves most of the work for repeated layers.
-    """
-
-    OWN = os.path.dirname(torch.__file__) + os.sep
-
-    def __init__(self, root: types.CodeType | None = None) -> None:
+    def __init__(self, root: types.CodeType) -> None:
         self._root = root
-        self._lines: dict[tuple[str, int, str], traceback.FrameSummary] = {}
+        self._texts: dict[tuple[str, int], tuple[str, str]] = {}
 
-    def extract(self, **_: object) -> _Stack:
-        frames, frame = [], sys._getframe(1)
-        while frame is not None:
-            code = frame.f_code
-            if not code.co_filename.startswith(self.OWN):
-                # Do not use `code` as the key: equal code objects may be from different files.
-                line = code.co_filename, frame.f_lineno, code.co_name
-                frames.append(self._lines.get(line) or self._summary(line))
-            # torch skips the callers of the first forward.
-            frame = None if code is self._root else frame.f_back  # type: ignore[assignment]
-        return _Stack(frames[::-1])
-
-    def _summary(self, line: tuple[str, int, str]) -> traceback.FrameSummary:
-        return self._lines.setdefault(line, traceback.FrameSummary(*line, lookup_line=False))
-
-
-class _Stack:
-    """Provide the part of a captured stack that torch uses."""
-
-    def __init__(self, frames: list[traceback.FrameSummary]) -> None:
-        self._frames = frames
-
-    def summary(self) -> traceback.StackSummary:
-        return traceback.StackSummary.from_list(self._frames)
+    def innermost(self) -> tuple[str, str]:
+        """Return (`net.py:41`, its text) of the user's innermost forward; ("", "") if none runs."""
+        frame: types.FrameType | None = sys._getframe(1)
+        while frame is not None and frame.f_code is not self._root:
+            file = frame.f_code.co_filename
+            if frame.f_code.co_name == "forward" and not file.startswith((TORCH, TRACE)):
+                # Not by code object: equal ones may be from different files.
+                line = file, frame.f_lineno
+                if line not in self._texts:
+                    text = linecache.getline(*line).strip()
+                    self._texts[line] = f"{os.path.basename(file)}:{frame.f_lineno}", text
+                return self._texts[line]
+            frame = frame.f_back
+        return "", ""

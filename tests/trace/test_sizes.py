@@ -62,7 +62,6 @@ def test_what_has_no_known_size_is_named(name: str, loss: Loss) -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda h, y: h.sum() * torch.combinations(y).sum(),
         lambda h, y: h[(y > 2).tolist()].sum(),
         lambda h, y: h.sum() * int(y.numpy().max()),
         lambda h, y: h[: int(y.max())].sum(),

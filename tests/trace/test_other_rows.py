@@ -1,9 +1,9 @@
-"""A second trace along the first one is the graph that a full trace gives, or is refused with its words."""
+"""A second trace, which takes over what the first has found out, is the graph of a first one, or is refused with its words."""
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,10 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 from autoptd import trace
 from autoptd.errors import AutoptdError
-from autoptd.ir.notes import note
+from autoptd.ir.notes import note, ops
 
-# The package has a function of this name.
-capturing = importlib.import_module("autoptd.trace.retrace")
 FEW, MANY = 2, 6
 ONES, TWOS = torch.ones(5), torch.full((5,), 2.0)
 Forward = Callable[["Net", Tensor], Tensor]
@@ -82,7 +80,7 @@ def pieces(self: Net, x: Tensor) -> Tensor:
     return a.sum(1) + b.max(1).values
 
 
-# The forward does the same with more rows, but for numbers and sizes: nothing is traced again.
+# The forward does the same with more rows, but for numbers and sizes.
 SAME: dict[str, Forward] = {
     "layers": lambda self, x: self.tied(self.second(self.first(x).relu())),
     "a region without gradients": no_grad_region,
@@ -141,7 +139,7 @@ def hooked(self: Net, x: Tensor) -> Tensor:
     return h
 
 
-# The forward does something else with more rows: a full trace says what.
+# The forward does something else with more rows.
 OTHER: dict[str, Forward] = {
     "another operator": lambda self, x: self.first(x).sin() if is_many(x) else self.first(x).cos(),
     "one more": lambda self, x: self.first(x).sin().cos() if is_many(x) else self.first(x).sin(),
@@ -171,29 +169,16 @@ OTHER: dict[str, Forward] = {
 }
 
 
-def traced(net: Net, again: bool) -> tuple[list[Any], int]:
-    """What a trace of many rows says, line by line, or how it fails; and how often all was traced."""
-    traces = 0
-    real = capturing.capture
-
-    def capture(*args: Any) -> Any:
-        nonlocal traces
-        traces += 1
-        return real(*args)
-
+def traced(net: Net, again: bool) -> list[Any]:
+    """What a trace of many rows says, line by line, or how it fails."""
     call, few = (torch.randn(MANY, 5),), (torch.randn(FEW, 5),)
-    first = real(net, few, {}, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(capturing, "capture", capture)
-        try:
-            graph = (
-                trace.capture_again(first, net, call, {}, None)
-                if again
-                else capturing.capture(net, call, {}, None).graph
-            )
-        except AutoptdError as error:
-            return [str(error)], traces
-    return lines(graph), traces
+    first = trace.capture(net, few, {}, None)
+    try:
+        capture = partial(trace.capture_again, first) if again else trace.capture
+        made = capture(net, call, {}, None)
+    except AutoptdError as error:
+        return [str(error)]
+    return lines(made if isinstance(made, Graph) else made.graph)
 
 
 def lines(graph: Graph) -> list[Any]:
@@ -209,27 +194,39 @@ def lines(graph: Graph) -> list[Any]:
     return found
 
 
+@pytest.mark.parametrize("kind", [*SAME, *OTHER])
+def test_it_is_the_graph_of_a_first_trace(kind: str) -> None:
+    forward = (SAME | OTHER)[kind]
+    assert traced(Net(forward), again=True) == traced(Net(forward), again=False)
+
+
 @pytest.mark.parametrize("kind", SAME)
-def test_what_is_the_same_is_not_traced_again(kind: str) -> None:
-    along, traces = traced(Net(SAME[kind]), again=True)
-    assert traces == 0
-    assert along == traced(Net(SAME[kind]), again=False)[0]
-
-
-@pytest.mark.parametrize("kind", OTHER)
-def test_what_differs_is_traced_again(kind: str) -> None:
-    along, traces = traced(Net(OTHER[kind]), again=True)
-    assert traces == 1
-    assert along == traced(Net(OTHER[kind]), again=False)[0]
+def test_operators_are_the_same_with_other_rows(kind: str) -> None:
+    net = Net(SAME[kind])
+    first = trace.capture(net, (torch.randn(FEW, 5),), {}, None)
+    again = trace.capture_again(first, net, (torch.randn(MANY, 5),), {}, None)
+    assert [node.target for node in ops(again)] == [node.target for node in ops(first.graph)]
 
 
 def test_a_backward_for_few_rows_is_one_operator_there() -> None:
-    lines, _ = traced(Net(OTHER["another backward"]), again=True)
-    assert any("autoptd_functions.Uneven" in str(line) for line in lines)
+    assert any(
+        "autoptd_functions.Uneven" in str(line) for line in traced(Net(OTHER["another backward"]), again=True)
+    )
 
 
 def test_state_that_only_many_rows_change_is_refused() -> None:
     net = Net(counted)
-    assert traced(net, again=True) == (traced(net, again=False)[0], 0)
+    assert "is changed by the forward" in traced(net, again=True)[0]
     assert net.calls == 0
-    assert "is changed by the forward" in traced(net, again=True)[0][0]
+
+
+def test_inference_mode_is_refused() -> None:
+    """Its results cannot be saved for backward, which fake tensors do not notice."""
+
+    def forward(self: Net, x: Tensor) -> Tensor:
+        with torch.inference_mode():
+            scale = x.cos()
+        return self.first(x) + scale
+
+    with pytest.raises(AutoptdError, match=r"aten\.cos is called in inference mode"):
+        trace.capture(Net(forward), (torch.randn(FEW, 5),), {}, None)

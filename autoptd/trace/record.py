@@ -1,0 +1,286 @@
+"""Record the operators that a forward calls as one FX graph.
+
+The forward runs once, on fake tensors, in the environment of torch.export; every operator becomes a node with its
+operands, its fake result, the user's module and source line, and whether gradients were on. Operators are recorded
+above autograd, composite ones whole.
+
+    recorder = Recorder(wrapper, casting)
+    recorder.run(forward, fake)         # fake parameters, buffers and leaves of the call, in torch.export's order
+    recorder.graph, recorder.inputs, recorder.buffers
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.fx import Graph, Node
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from autoptd.compat import FakeTensor, FakeTensorMode, OpOverload, PreDispatchMode
+from autoptd.errors import TraceError
+from autoptd.ir.notes import Note, Origin, note, op_name, ops, set_note, site, value
+from autoptd.trace.autocast import Casting
+from autoptd.trace.loss import WithLoss
+from autoptd.trace.tensor_values import size_error
+from autoptd.trace.users import ForwardLines, users_line
+
+aten = torch.ops.aten
+# Calls that compute nothing. During torch.export, a cast asserts its source dtype.
+IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
+# Copies of a constant, made by `torch.tensor`.
+COPIES = (aten.lift_fresh_copy.default, aten.detach_.default)
+VALUE_REMEDY = (
+    "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
+)
+VALUE_REMEDY += "or keep the number as an attribute"
+
+
+class Finished(BaseException):
+    """Signal that the forward has been recorded, so torch.export has nothing left to do."""
+
+
+@dataclass(frozen=True, slots=True)
+class Metadata:
+    """Hold the metadata of a fake tensor; nodes of equal metadata share one fake value."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, x: Tensor) -> Metadata:
+        return cls(x.shape, x.stride(), x.dtype, x.device)
+
+    def make(self, mode: FakeTensorMode) -> FakeTensor:
+        meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+        return FakeTensor(mode, meta, self.device)
+
+
+class Recorder(PreDispatchMode):
+    """Record the operators of one forward of `wrapper`, which has the model as `model`.
+
+    After `run`: `graph`, and `inputs`, the placeholders of tensors in the call, by leaf. `first_name` maps names of
+    parameters and buffers to the first name of the same tensor.
+    """
+
+    def __init__(self, wrapper: WithLoss, casting: Casting, first_name: Mapping[str, str]) -> None:
+        super().__init__()
+        self.graph, self.inputs = Graph(), dict[int, Node]()
+        self._wrapper, self._casting, self._first_name = wrapper, casting, first_name
+        modules = dict(wrapper.named_modules(remove_duplicate=False))
+        self._paths = {id(module): in_model(path) for path, module in modules.items()}
+        # Before the forward, which may assign others. Keeping the tensors alive keeps their ids unique.
+        self._held = list(_held_tensors(wrapper))
+        self._modules, self._lines = [""], ForwardLines(type(wrapper).forward.__code__)
+        # Weak, as torch copies results of operators that are referenced elsewhere.
+        self._node_of = WeakTensorKeyDictionary()
+        self._shown: dict[Metadata, FakeTensor] = {}
+        self._lifted, self._names = dict[Node, Tensor](), set[str]()
+        self._mode: FakeTensorMode | None = None
+        self._in_inference: Node | None = None
+
+    def run(self, forward: Any, args: Sequence[Any]) -> None:
+        """Call the forward in place of torch.export's tracer, and finish the graph.
+
+        `args` are fake parameters, buffers and leaves of the call. Ends with `Finished`.
+        """
+        for leaf, arg in enumerate(self._enter_state(args)):
+            if isinstance(arg, Tensor):
+                self.inputs[leaf] = self._enter(
+                    self.graph.placeholder(f"input_{leaf}"), Note(kind="input"), arg
+                )
+        with self._modules_followed(), self:
+            (loss,) = forward(*args)
+        set_note(self.graph.output(self._operand(loss)), Note(kind="output"))
+        self._finish()
+        raise Finished
+
+    def _enter_state(self, args: Sequence[Any]) -> Sequence[Any]:
+        """Make one placeholder for each tensor among parameters and buffers; return the other arguments."""
+        made: dict[str, Node] = {}
+        state = [("param", name) for name, _ in self._wrapper.named_parameters(remove_duplicate=False)]
+        state += [("buffer", name) for name, _ in self._wrapper.named_buffers(remove_duplicate=False)]
+        for (kind, path), arg in zip(state, args, strict=False):
+            name = self._first_name.get(in_model(path), in_model(path))
+            if name not in made:
+                node = self.graph.placeholder(re.sub(r"\W", "_", f"{kind[0]}_{name}"))
+                made[name] = self._enter(node, Note(kind=kind, name=name), arg)
+            self._node_of[arg], self._mode = made[name], arg.fake_mode
+        return args[len(state) :]
+
+    def _enter(self, node: Node, record: Note, held: Any) -> Node:
+        """Record the value of a node, and what is known of it."""
+        set_note(node, record)
+        node.meta["val"] = self._show(held)
+        if isinstance(held, Tensor):
+            self._node_of[held] = node
+        return node
+
+    def _show(self, held: Any) -> Any:
+        """Return the fake value of a node whose result is `held`."""
+        if isinstance(held, (list, tuple)):
+            return type(held)(map(self._show, held))
+        if not isinstance(held, FakeTensor):
+            return held
+        if held.layout is not torch.strided or any(type(size) is not int for size in held.shape):
+            return held.detach()
+        known = Metadata.of(held)
+        if known not in self._shown:
+            self._shown[known] = known.make(held.fake_mode)
+        return self._shown[known]
+
+    @contextmanager
+    def _modules_followed(self) -> Iterator[None]:
+        """Know the user's module that runs."""
+        call, paths, running = nn.Module.__call__, self._paths, self._modules
+
+        def follow(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            running.append(paths.get(id(module), running[-1]))
+            try:
+                return call(module, *args, **kwargs)
+            finally:
+                running.pop()
+
+        nn.Module.__call__ = follow  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            nn.Module.__call__ = call  # type: ignore[method-assign]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self._casting.call(self._record, func, args, kwargs or {})
+
+    def _record(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
+        """Call an operator, and append it to the graph."""
+        if func in IGNORED or func.namespace == "profiler":
+            return func(*args, **kwargs)
+        # The graph copies a tensor made by `torch.tensor`, so as not to write to the constant.
+        target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
+        # Before the call: after an operator in place, its operand is the result.
+        operands = self._operand(args), self._operand(kwargs)
+        made = func(*args, **kwargs)
+        # A number that does not depend on the batch: torch has computed it from constants.
+        if isinstance(made, (bool, int, float, complex)):
+            return made
+        node = self.graph.create_node("call_function", target, *operands, name=func.overloadpacket.__name__)
+        source, code = self._lines.innermost()
+        origin = Origin(without_grad=not torch.is_grad_enabled())
+        self._enter(node, Note(module=self._modules[-1], source=source, code=code, origin=origin), made)
+        if torch.is_inference_mode_enabled():
+            self._in_inference = self._in_inference or node
+        for index, piece in enumerate(made if isinstance(made, (list, tuple)) else ()):
+            got = self.graph.call_function(operator.getitem, (node, index))
+            self._enter(got, note(node).copy(), piece)
+        return made
+
+    def _operand(self, met: Any) -> Any:
+        """Return an argument with tensors replaced by their nodes."""
+        if isinstance(met, Tensor):
+            return self._node_of.get(met) or self._constant(met)
+        if isinstance(met, dict):
+            return {key: self._operand(one) for key, one in met.items()}
+        if isinstance(met, (list, tuple)):
+            return type(met)(map(self._operand, met))
+        return met
+
+    def _constant(self, met: Tensor) -> Node:
+        """Return the new placeholder of a tensor that is neither given nor computed."""
+        if torch._C._functorch.is_functorch_wrapped_tensor(met):
+            fact = "torch.func or torch.vmap cannot be traced"
+            remedy = "write it with operators on whole tensors, and gradients by hand"
+            raise TraceError(users_line(), fact, remedy)
+        with self.graph.inserting_before(next(iter(self.inputs.values()), self._first_op())):
+            node = self.graph.placeholder("constant")
+        self._lifted[node] = met
+        record = Note(kind="buffer", module=self._modules[-1], origin=Origin(constant=met))
+        shown = self._mode.from_tensor(met, static_shapes=True)
+        shown.constant = met
+        node = self._enter(node, record, met)
+        node.meta["val"] = shown
+        return node
+
+    def _first_op(self) -> Node | None:
+        return next(iter(ops(self.graph)), None)
+
+    def _finish(self) -> None:
+        """Refuse what no rank could do; drop what computes nothing; name the constants; end regions without gradients."""
+        for node in ops(self.graph):
+            _check_sizes(node)
+        if self._in_inference is not None:
+            fact = f"{op_name(self._in_inference)} is called in inference mode, whose results autograd cannot use"
+            raise TraceError(site(self._in_inference), fact, "use torch.no_grad(), or .detach() the results")
+        for node in reversed(self.graph.nodes):
+            if node.target in (*COPIES, aten.detach.default) and not node.users:
+                self.graph.erase_node(node)
+        for node in self._lifted:
+            if node.users:
+                self._name(node)
+            else:
+                self.graph.erase_node(node)
+        _detach_regions(self.graph)
+
+    def _name(self, node: Node) -> None:
+        """Name a constant by the attribute that holds it, else by its number and the module that reads it."""
+        constant, record = self._lifted[node], note(node)
+        name = next((path for path, held in self._held if held is constant), "")
+        if not name:
+            number = sum("lifted_tensor" in known for known in self._names)
+            name = f"{record.module}.lifted_tensor_{number}".removeprefix(".")
+        record.name, record.module = name, ""
+        self._names.add(name)
+
+
+def in_model(path: str) -> str:
+    """Return the path in the user's model of a path in its wrapper."""
+    return path.removeprefix("model").removeprefix(".")
+
+
+def _held_tensors(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors that are plain attributes of modules: torch.export names constants by them."""
+    for path, module in wrapper.named_modules():
+        for name, held in vars(module).items():
+            if isinstance(held, Tensor):
+                yield f"{in_model(path)}.{name}".removeprefix("."), held
+
+
+def _check_sizes(node: Node) -> None:
+    """Refuse numbers and sizes that depend on values: a rank could not know its local ones."""
+    line = f"{note(node).source}  {note(node).code}".strip()
+    pieces = value(node)
+    if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
+        raise TraceError(line or "model", fact, VALUE_REMEDY)
+    for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
+        if isinstance(piece, Tensor) and not all(isinstance(size, int) for size in piece.shape):
+            raise size_error(op_name(node), line)
+
+
+def _detach_regions(graph: Graph) -> None:
+    """Detach the results of operators that ran without gradients, where others read them."""
+    regions = groupby(ops(graph), lambda node: note(node).origin.without_grad)
+    for region in [list(nodes) for without_grad, nodes in regions if without_grad]:
+        inner, last = set(region), region[-1]
+        for node in region:
+            readers = [user for user in node.users if user not in inner]
+            if not readers or not _is_floating(value(node)):
+                continue
+            with graph.inserting_after(last):
+                last = graph.call_function(aten.detach.default, (node,))
+            for reader in readers:
+                reader.replace_input_with(node, last)
+            last.meta["val"] = value(node)
+            origin = Origin(ends_region=True)
+            set_note(last, Note(module=note(node).module, source=note(node).source, origin=origin))
+
+
+def _is_floating(held: Any) -> bool:
+    return isinstance(held, Tensor) and held.is_floating_point()
