@@ -29,12 +29,23 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes as without_modes
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+# Contexts in which operators run on metadata, past modes and Python kernels.
+WithoutDispatch, WithoutDispatcher = torch._C._DisableTorchDispatch, torch._C._DisablePythonDispatcher
 # What fake tensors raise where a number or a size depends on values.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
 __all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
 __all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bound_device", "default_store"]
-__all__ += ["env_store", "exported_by", "gather_into", "interpreter_fault", "last_node_number", "new_group"]
+__all__ += [
+    "WithoutDispatch",
+    "WithoutDispatcher",
+    "env_store",
+    "exported_by",
+    "gather_into",
+    "interpreter_fault",
+    "last_node_number",
+    "new_group",
+]
 __all__ += [
     "add_mm",
     "file_view",

@@ -36,6 +36,7 @@ from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import bring_to_traced
 from autoptd.trace.reads import Reads
 from autoptd.trace.record import VALUE_REMEDY, Finished, Recorder, in_model
+from autoptd.trace.results import Observed, Results
 from autoptd.trace.tensor_values import Checks
 from autoptd.trace.watch import (
     Operands,
@@ -95,11 +96,12 @@ def capture(
     leaves, tree = tree_flatten((args, kwargs))
     checks, whole = (Checks(), set()) if like is None else (like.checks, set(like.whole))
     passed = set(checks.passed)
-    wrapper = watched_model(model, loss_fn, checks)
+    results = Results()
+    wrapper = watched_model(model, loss_fn, checks, results)
     aliases = tied_names(model)
     tied = {name: names[0] for names in aliases.values() for name in names}
     first_name = tied | first_names(wrapper)
-    fresh = partial(Recorder, wrapper, first_name=first_name)
+    fresh = partial(Recorder, wrapper, results=results, first_name=first_name)
     recorder, checkpointed = export(fresh, wrapper, args, kwargs, autocast, whole, checks)
     checks.warn(passed)
     # After the trace, as `Watched` has restored the model by then; runs it again where something changed.
@@ -145,10 +147,12 @@ def capture_again(
     return capture(model, args, kwargs, loss_fn, autocast, like=first).graph
 
 
-def watched_model(model: nn.Module, loss_fn: Callable[..., Any] | None, checks: Checks) -> Watched:
+def watched_model(
+    model: nn.Module, loss_fn: Callable[..., Any] | None, checks: Checks, results: Results
+) -> Watched:
     # Take the real parameters now: during tracing the model has fake ones.
     registered = {id(parameter): name for name, parameter in model.named_parameters()}
-    return Watched(model, loss_fn, around=partial(Operands, model, registered, checks))
+    return Watched(model, loss_fn, around=partial(Operands, model, registered, checks, results))
 
 
 def fresh_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -216,9 +220,11 @@ def export(
     """Record the forward; return the record, and the modules whose activation checkpoints it omits.
 
     Records again if the backward of some custom autograd functions is not the derivative of their forward
-    (these join `whole`), or if a check of values has raised (it joins `checks`).
+    (these join `whole`), if a check of values has raised (it joins `checks`), or if the forward observes more of
+    results than is remembered (then all operators run).
     """
     recorder, checks.tried = fresh(Casting(autocast)), None
+    results, known = recorder.results, not recorder.results.run_all
     try:
         with ExitStack() as around:
             met = around.enter_context(watch_tracing(wrapper, whole))
@@ -228,19 +234,20 @@ def export(
             around.enter_context(suppress(Finished))
             call = fresh_call(args, kwargs)
             torch.export.export(wrapper, *call, strict=False)
-        others = other_functions(met.functions)
-        if others:
-            whole |= others
-            return export(fresh, wrapper, args, kwargs, autocast, whole, checks)
-        if checks.tried is not None:
-            fact = "raises on the value of a tensor, and the forward catches the exception and continues"
-            raise TraceError(checks.site(), fact, VALUE_REMEDY)
-        return recorder, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
-    except AutoptdError:
-        raise
-    except Exception as error:
-        if not checks.has_left(error):
-            raise _refusal(error, checks) from error
+        # A model may have swallowed `Observed` in a bare except.
+        others = set() if known and results.run_all else other_functions(met.functions)
+        if not others and not (known and results.run_all):
+            if checks.tried is not None:
+                fact = "raises on the value of a tensor, and the forward catches the exception and continues"
+                raise TraceError(checks.site(), fact, VALUE_REMEDY)
+            return recorder, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
+        whole |= others
+    except (Observed, Exception) as error:
+        if not (known and results.run_all):
+            if isinstance(error, AutoptdError):
+                raise
+            if not checks.has_left(error):
+                raise _refusal(error, checks) from error
     return export(fresh, wrapper, args, kwargs, autocast, whole, checks)
 
 

@@ -24,11 +24,19 @@ from torch import Tensor, nn
 from torch.fx import Graph, Node
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from autoptd.compat import FakeTensor, FakeTensorMode, OpOverload, PreDispatchMode
+from autoptd.compat import (
+    FakeTensor,
+    FakeTensorMode,
+    OpOverload,
+    PreDispatchMode,
+    WithoutDispatch,
+    WithoutDispatcher,
+)
 from autoptd.errors import TraceError
 from autoptd.ir.notes import Note, Origin, note, op_name, ops, set_note, site, value
 from autoptd.trace.autocast import Casting
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.results import Results
 from autoptd.trace.tensor_values import size_error
 from autoptd.trace.users import ForwardLines, users_line
 
@@ -41,6 +49,9 @@ VALUE_REMEDY = (
     "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
 )
 VALUE_REMEDY += "or keep the number as an attribute"
+
+
+MADE_REMEDY = "make it with torch operators in the forward, outside of torch.autograd.grad and torch.func"
 
 
 class Finished(BaseException):
@@ -61,8 +72,9 @@ class Metadata:
         return cls(x.shape, x.stride(), x.dtype, x.device)
 
     def make(self, mode: FakeTensorMode) -> FakeTensor:
-        meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-        return FakeTensor(mode, meta, self.device)
+        with WithoutDispatch(), WithoutDispatcher():
+            meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+            return FakeTensor(mode, meta, self.device)
 
 
 class Recorder(PreDispatchMode):
@@ -72,10 +84,13 @@ class Recorder(PreDispatchMode):
     parameters and buffers to the first name of the same tensor.
     """
 
-    def __init__(self, wrapper: WithLoss, casting: Casting, first_name: Mapping[str, str]) -> None:
+    def __init__(
+        self, wrapper: WithLoss, casting: Casting, results: Results, first_name: Mapping[str, str]
+    ) -> None:
         super().__init__()
         self.graph, self.inputs = Graph(), dict[int, Node]()
-        self._wrapper, self._casting, self._first_name = wrapper, casting, first_name
+        self._wrapper, self._casting, self.results = wrapper, casting, results
+        self._first_name = first_name
         modules = dict(wrapper.named_modules(remove_duplicate=False))
         self._paths = {id(module): in_model(path) for path, module in modules.items()}
         # Before the forward, which may assign others. Keeping the tensors alive keeps their ids unique.
@@ -167,7 +182,7 @@ class Recorder(PreDispatchMode):
         target = aten.lift_fresh_copy.default if func is aten.lift_fresh.default else func
         # Before the call: after an operator in place, its operand is the result.
         operands = self._operand(args), self._operand(kwargs)
-        made = func(*args, **kwargs)
+        made = self.results.call(func, args, kwargs)
         # A number that does not depend on the batch: torch has computed it from constants.
         if isinstance(made, (bool, int, float, complex)):
             return made
@@ -194,6 +209,8 @@ class Recorder(PreDispatchMode):
 
     def _constant(self, met: Tensor) -> Node:
         """Return the new placeholder of a tensor that is neither given nor computed."""
+        if isinstance(met, FakeTensor) and not any(met is held for _, held in self._held):
+            raise TraceError(users_line(), "reads a tensor that the trace has not seen made", MADE_REMEDY)
         if torch._C._functorch.is_functorch_wrapped_tensor(met):
             fact = "torch.func or torch.vmap cannot be traced"
             remedy = "write it with operators on whole tensors, and gradients by hand"

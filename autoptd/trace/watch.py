@@ -28,6 +28,7 @@ from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.subject.storage import attribute_tensors, check_storage, own_containers
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
 from autoptd.trace.loss import WithLoss
+from autoptd.trace.results import Results
 from autoptd.trace.statistics import mark_cumulative
 from autoptd.trace.tensor_values import Branches, Checks, make_tensor
 from autoptd.trace.users import users_line
@@ -122,10 +123,12 @@ class Operands(TorchFunctionMode):
     `writes` pauses inside torch's calls, which would take most of the tracing time.
     """
 
-    def __init__(self, model: nn.Module, registered: dict[int, str], checks: Checks, writes: Writes) -> None:
+    def __init__(
+        self, model: nn.Module, registered: dict[int, str], checks: Checks, results: Results, writes: Writes
+    ) -> None:
         super().__init__()
         self._model, self._registered, self._writes = model, registered, writes
-        self._branches = Branches(checks)
+        self._branches, self._results = Branches(checks), results
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._writes.pause()
@@ -140,6 +143,7 @@ class Operands(TorchFunctionMode):
             self._writes.resume()
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
+        self._results.observe(func)
         for arg in args:
             if isinstance(arg, Tensor):
                 self._check(arg)
