@@ -189,18 +189,8 @@ def without_a_number(self: Block, x: Tensor) -> Tensor:
     return h[h[:, :, 0] > 0].sum() + x if self.number == 3 else h
 
 
-def packed(self: Block, x: Tensor) -> Tensor:
-    """Operators of a hook are operators of the forward."""
-
-    def pack(kept: Tensor) -> Tensor:
-        return kept * 2 if self.number == 2 else kept
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda kept: kept):
-        return self.first(x).sin()
-
-
 ALIKE = (attention, attention_by_kernel, pieces, in_place, asks_requires_grad, is_itself, dtypes, true_or_one)
-ALIKE += (a_mode_of_its_own, packed, expanded, experts, without_a_number, asks_for_the_leaf)
+ALIKE += (a_mode_of_its_own, expanded, experts, without_a_number, asks_for_the_leaf)
 OBSERVING = (written_by_pieces, in_place_after_a_view, asks_for_the_gradient_function)
 OBSERVING += (asks_for_the_base, asks_in_vain, a_gradient_inside, a_function)
 
