@@ -20,7 +20,6 @@ from autoptd.ir.notes import local_shape
 from autoptd.passes.context import Findings
 from autoptd.passes.kept.keep import explain_kept
 from autoptd.passes.ops.costs import backward_flops, flops
-from autoptd.passes.solve.explain import explain_split
 from autoptd.program.program import Picture, Program
 from autoptd.program.weighed import found_text
 
@@ -43,6 +42,9 @@ class Compiled(Program):
 
     def explain(self, module: str) -> str:
         """Explain how a module is split, and how its values are kept for backward: see `Program.explain`."""
+        # Imported here: it loads sympy, a quarter of a second.
+        from autoptd.passes.solve.explain import explain_split
+
         split = explain_split(self.found.assignments, module, found_text(self.plan.get("weighed")))
         return split + explain_kept(self.found.kept_values, module)
 

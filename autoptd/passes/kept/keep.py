@@ -30,7 +30,6 @@ from autoptd.ir.names import is_within
 from autoptd.ir.notes import is_tensor, note, op_name, ops
 from autoptd.ir.quantities import microseconds_text
 from autoptd.passes.context import Context
-from autoptd.passes.kept.by_value import ByValue
 from autoptd.passes.kept.requested import (
     Wish,
     by_stage,
@@ -99,6 +98,9 @@ class Keeper:
         self.is_by_value = self._is_asked and asked == "auto"
         self._by_value = None
         if self.is_by_value:
+            # Imported here: it loads networkx, a tenth of a second.
+            from autoptd.passes.kept.by_value import ByValue
+
             self._by_value = ByValue(graph, self._saved, self.pinned, ctx.mesh, ctx.machine)
 
     def mark(self, rates: Sequence[Rate] = ()) -> None:

@@ -21,66 +21,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import sympy
-from torch.fx import Graph, Node
+from torch.fx import Node
 
 from autoptd.ir import markers
 from autoptd.ir.layout import Step
 from autoptd.ir.mesh import AXES
-from autoptd.ir.notes import note, op_name, ops, shape, tensor
-from autoptd.ir.operators.record import QUERIES, operands
+from autoptd.ir.notes import shape, tensor
 from autoptd.passes.axes.axes import Axis
 from autoptd.passes.ops.costs import conversion_seconds, flops
-from autoptd.passes.solve.splits import Splitter, dependents
-
-HEADS, KV_HEADS, REPEAT = "heads", "KV heads", "query heads per KV head"
-LETTERS = {HEADS: "a", KV_HEADS: "g", REPEAT: "r"}
-COUNTED = (HEADS, KV_HEADS, REPEAT)
-
-
-def axis_nouns(graph: Graph, splitter: Splitter) -> dict[int, str]:
-    """Return the names of axes, by their ids: heads, KV heads, query heads per KV head.
-
-    Heads are batch dims of a product of two activations, and not tokens.
-    """
-    found: dict[int, str] = {}
-    activations = {node for node in dependents(graph) if note(node).of_params}
-    for node in ops(graph):
-        if not flops(node) or any(operand not in activations for operand in operands(node)[:2]):
-            continue
-        # The axes of each letter. Two axes are those of grouped queries: KV heads, then the query heads of each.
-        groups: dict[str, list[int]] = {}
-        for letter in splitter.wanted_letters(node):
-            is_of_both = len(letter.places) > 1 and letter.form != QUERIES
-            if letter.out is not None and (is_of_both or letter.name == "repeat"):
-                groups.setdefault(letter.name, []).append(letter.ids[0])
-        for name, (first, *others) in groups.items():
-            found.setdefault(first, _noun_of_heads(name, is_grouped=bool(others)))
-            for axis in others:
-                found.setdefault(axis, REPEAT)
-    return found
-
-
-def _noun_of_heads(letter: str, *, is_grouped: bool) -> str:
-    if letter == "repeat":
-        return REPEAT
-    return KV_HEADS if is_grouped or letter == "kv" else HEADS
-
+from autoptd.passes.solve.splits import Splitter
 
 # A sympy expression: sympy has no type hints.
 Expression = Any
-
-
-def name_axes(graph: Graph, splitter: Splitter, nouns: dict[int, str]) -> dict[int, str]:
-    """Return the letters of the axes of an ANNOTATED graph, by their ids; `nouns` are those of `axis_nouns`."""
-    # Later entries win: an axis that is both heads and tokens, in a model that folds them, is tokens.
-    letters = {axis: LETTERS[noun] for axis, noun in nouns.items()}
-    for node in ops(graph):
-        if op_name(node) == "aten.embedding":
-            letters |= {id(axis): "h" for axis in splitter.axes.atoms(node, len(shape(node)) - 1)}
-    letters |= dict.fromkeys(splitter.padding.vocabularies, "V")
-    letters |= dict.fromkeys(splitter.tokens, "s")
-    letters |= dict.fromkeys(splitter.never_split - splitter.tokens, "b")
-    return letters
 
 
 class Symbols:
