@@ -44,6 +44,7 @@ __all__ += [
     "gather_into",
     "interpreter_fault",
     "last_node_number",
+    "load_compiler",
     "new_group",
 ]
 __all__ += [
@@ -60,12 +61,19 @@ __all__ += ["tree_flatten", "tree_leaves", "tree_map", "tree_unflatten"]
 __all__ += ["enable_python_dispatcher", "quiet_fakes", "without_modes"]
 
 
+def load_compiler() -> None:
+    """Import torch's compiler, as fake tensors and torch.export do at their first use: a second.
+
+    To be called before a trace: a module that is imported while parts of torch are replaced keeps the replacements.
+    """
+    import torch.export._trace  # noqa: F401
+
+
 @contextmanager
 def exported_by(run: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
     """Let torch.export call `run(forward, args)` instead of its tracer, in the state of a trace: fake parameters
     in the model, its modes on. `run` ends with an exception.
     """
-    # It imports torch's compiler, which takes two seconds.
     from torch.export import _trace
 
     with ExitStack() as around:

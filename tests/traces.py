@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.fx import Graph
 
 from autoptd import trace
-from autoptd.compat import FakeTensor
+from autoptd.compat import FakeTensor, load_compiler
 from autoptd.ir.notes import copy_graph
 
 # Traces that are kept: what is asked for again is asked for soon, and what walks over all objects walks over these.
@@ -26,6 +26,8 @@ HOOKS = ("_forward_pre_hooks", "_forward_hooks")
 seen: dict[bytes, trace.Captured] = {}
 seen_again: dict[bytes, Graph] = {}
 trace_now, trace_now_again = trace.capture, trace.capture_again
+# Tests trace without `Request.capture`, which does this first.
+load_compiler()
 
 
 class Key(pickle.Pickler):

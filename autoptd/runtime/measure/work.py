@@ -25,7 +25,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils.flop_counter import flop_registry
 
 from autoptd.compat import TorchDispatchMode, autograd_node_number, last_node_number
 from autoptd.errors import InternalError
@@ -177,6 +176,9 @@ def count_flops(func: Any, args: tuple[Any, ...], out: Any) -> int | None:
 
     InternalError for a product that no formula counts: counting it as 0 would go unnoticed.
     """
+    # Imported here: it loads Triton, a tenth of a second.
+    from torch.utils.flop_counter import flop_registry
+
     if func.overloadpacket in VECTOR_PRODUCTS:
         return 2 * math.prod(args[VECTOR_PRODUCTS[func.overloadpacket]].shape)
     packet = SAME_PRODUCTS.get(func.overloadpacket, func.overloadpacket)

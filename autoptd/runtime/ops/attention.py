@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from autoptd.ir.types import ZIGZAG
 from autoptd.runtime.world.world import Group
@@ -71,6 +70,9 @@ def _masked(first: int, q: Tensor, k: Tensor, v: Tensor, how: dict[str, Any]) ->
     seen = min(first + length, k.shape[-2])
     k, v = k[..., :seen, :], v[..., :seen, :]
     if first and seen == first + length and q.is_cuda:
+        # Imported here: it imports torch's compiler, which takes a second.
+        from torch.nn.attention.bias import causal_lower_right
+
         # The kernels of CUDA devices need no mask in memory. Called by itself: the runtime works where classes of tensors
         # have no say, and torch would read the mask as a tensor.
         mask = causal_lower_right(length, seen)
