@@ -25,11 +25,14 @@ from torch import nn
 
 from autoptd.compat import FakeTensorMode
 from autoptd.errors import PlanError
+from autoptd.ir.scopes import paused_collection
 from autoptd.program.sources import FolderFormat, Weights
 from autoptd.subject.storage import tied_names
 
 
+@paused_collection()
 def fake_mode() -> FakeTensorMode:
+    """Return a mode for tensors without memory; the first one imports torch's compiler."""
     return FakeTensorMode(allow_non_fake_inputs=True)
 
 

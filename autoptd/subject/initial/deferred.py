@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from autoptd.compat import FakeTensor
 from autoptd.errors import PlanError
+from autoptd.ir.scopes import paused_collection
 from autoptd.subject.initial.recipes import Recipes, recording_of
 from autoptd.subject.initial.recording import Recording
 from autoptd.subject.match_folder import fake_mode, fake_parameter
@@ -50,7 +51,10 @@ def deferred(seed: int = 0, *, order: bool = False) -> Iterator[None]:
     on the meta device, sparse tensors, and writing to tensors from outside.
     """
     check_outside("autoptd.deferred", "one block around all")
-    with Recording(checked_seed(seed), order=order).open():
+    # The first mode imports torch's compiler.
+    with paused_collection():
+        recording = Recording(checked_seed(seed), order=order)
+    with recording.open():
         yield
 
 
