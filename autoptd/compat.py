@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import pickle
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from functools import cache
@@ -34,15 +34,23 @@ WithoutDispatch, WithoutDispatcher = torch._C._DisableTorchDispatch, torch._C._D
 # What fake tensors raise where a number or a size depends on values.
 DATA_DEPENDENT = (DataDependentOutputException, DynamicOutputShapeException)
 
-__all__ = ["DATA_DEPENDENT", "FakeTensor", "FakeTensorMode", "OpOverload", "OpOverloadPacket"]
+__all__ = [
+    "DATA_DEPENDENT",
+    "DynamicOutputShapeException",
+    "FakeTensor",
+    "FakeTensorMode",
+    "OpOverload",
+    "OpOverloadPacket",
+]
 __all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bound_device", "default_store"]
 __all__ += [
     "WithoutDispatch",
     "WithoutDispatcher",
     "env_store",
-    "exported_by",
+    "fake_like",
     "gather_into",
     "interpreter_fault",
+    "known_as_traced",
     "last_node_number",
     "load_compiler",
     "new_group",
@@ -62,29 +70,32 @@ __all__ += ["enable_python_dispatcher", "quiet_fakes", "without_modes"]
 
 
 def load_compiler() -> None:
-    """Import torch's compiler, as fake tensors and torch.export do at their first use: a second.
+    """Import torch's compiler, as the first fake tensors do: a second.
 
     To be called before a trace: a module that is imported while parts of torch are replaced keeps the replacements.
     """
-    import torch.export._trace  # noqa: F401
+    import torch._dynamo  # noqa: F401
 
 
 @contextmanager
-def exported_by(run: Callable[[Any, tuple[Any, ...]], None]) -> Iterator[None]:
-    """Let torch.export call `run(forward, args)` instead of its tracer, in the state of a trace: fake parameters
-    in the model, its modes on. `run` ends with an exception.
-    """
-    from torch.export import _trace
-
+def known_as_traced() -> Iterator[None]:
+    """Let models that ask torch hear that they are traced and exported."""
     with ExitStack() as around:
-        around.enter_context(_quiet_failures(vars(_trace)))
-        around.enter_context(_lstm_of_one_shape())
-        # Models ask whether they are traced.
+        around.enter_context(_replaced(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True))
         around.enter_context(_replaced(torch.fx._symbolic_trace, _is_fx_tracing_flag=True))
-        assert hasattr(_trace, "make_fx")
-        follow = lambda forward, **_: lambda *args: run(forward, args)  # noqa: E731
-        around.enter_context(_replaced(_trace, make_fx=follow))
+        around.enter_context(_lstm_of_one_shape())
         yield
+
+
+def fake_like(x: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
+    """Make a fake tensor with the metadata of `x`, a leaf, and a parameter if it is one."""
+    with WithoutDispatch(), WithoutDispatcher():
+        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+        made = FakeTensor(mode, meta, x.device)
+        made.requires_grad_(x.requires_grad)
+    if isinstance(x, torch.nn.Parameter):
+        made._is_param = True
+    return made
 
 
 @contextmanager
@@ -111,22 +122,6 @@ class PreDispatchMode(SchemaCheckMode):
 
     def __init__(self) -> None:
         TorchDispatchMode.__init__(self, torch._C.DispatchKey.PreDispatch)
-
-
-@contextmanager
-def _quiet_failures(names: dict[str, Any]) -> Iterator[None]:
-    """Keep torch.export from printing the graph so far, a page of it, before it raises: the `TraceError`
-    names the line.
-    """
-    logger = logging.getLogger("torch.fx.experimental.symbolic_shapes")
-    level = logger.level
-    names["print"] = lambda *args, **kwargs: None
-    logger.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        names.pop("print", None)
-        logger.setLevel(level)
 
 
 @contextmanager

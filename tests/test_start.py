@@ -26,7 +26,8 @@ second = set(sys.modules)
 sys.path.insert(0, sys.argv.pop())
 import train
 autoptd.parallelize
-from autoptd.compiler import request
+import autoptd.trace
+capture = sys.modules['autoptd.trace.capture']
 
 class Tracing(BaseException):
     pass
@@ -35,12 +36,12 @@ def stop():
     raise Tracing
 
 args = train.parse_arguments()
-load, request.load_compiler = request.load_compiler, stop
+load, capture.load_compiler = capture.load_compiler, stop
 try:
     train.train(args)
 except Tracing:
     third = set(sys.modules)
-request.load_compiler = load
+capture.load_compiler = load
 autoptd.compile(train.make_model(args), example_inputs=next(train.make_batches(args)))
 ours = [
     f"{module}.{name}"

@@ -29,7 +29,7 @@ from torch.fx import Graph
 
 from autoptd import schedule
 from autoptd import trace as tracing
-from autoptd.compat import load_compiler, tree_flatten
+from autoptd.compat import tree_flatten
 from autoptd.compiler.batch import Batch, plan_batch, resize
 from autoptd.errors import AutoptdError, PlanError, TraceError
 from autoptd.ir.scopes import activity, paused_collection
@@ -114,7 +114,6 @@ class Request:
 
         A usual failure is an argument that is as long as the batch by chance.
         """
-        load_compiler()
         call, autocast = resize(self.args, self.kwargs, batch, batch.traced_rows), self.autocast
 
         def trace() -> tracing.Captured:

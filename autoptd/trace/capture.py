@@ -6,8 +6,8 @@ operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-torch.export makes the environment of a trace, in which `record.py` writes down the operators (`export`), while `watch.py`
-and `watched.py` refuse what the graph would not do. `normalize.py` then brings it into the form TRACED.
+`record.py` writes down the operators of a forward (`export`), while `watch.py` and `watched.py` refuse what the graph
+would not do. `normalize.py` then brings it into the form TRACED.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import inspect
 import re
 import traceback
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -25,19 +25,18 @@ import torch
 from torch import nn
 from torch.fx import Graph
 
-from autoptd.compat import exported_by, tree_flatten, tree_unflatten
+from autoptd.compat import DATA_DEPENDENT, load_compiler, tree_flatten
 from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.names import USED, identifier
 from autoptd.ir.notes import note, placeholders
-from autoptd.options.elsewhere import EXPERTS
 from autoptd.subject.storage import first_names, is_same_memory, tied_names
 from autoptd.trace.autocast import OFF, Autocast, Casting
 from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import bring_to_traced
 from autoptd.trace.reads import Reads
-from autoptd.trace.record import VALUE_REMEDY, Finished, Recorder, in_model
+from autoptd.trace.record import Recorder, in_model
 from autoptd.trace.results import Observed, Results
-from autoptd.trace.tensor_values import Checks
+from autoptd.trace.tensor_values import VALUE_REMEDY, Checks, value_error
 from autoptd.trace.watch import (
     Operands,
     called_at,
@@ -49,7 +48,7 @@ from autoptd.trace.watch import (
 from autoptd.trace.watched import Watched, check_changes
 
 # Messages of torch where tracing would need the values of a tensor.
-OF_VALUES = re.compile(r"data-dependent|unbacked symbols|infer dtype of Sym|\.numpy\(\) is not supported")
+OF_VALUES = re.compile(r"data-dependent|\.numpy\(\) is not supported")
 
 
 @dataclass
@@ -91,6 +90,7 @@ def capture(
     TraceError names the user's source line. `like` is a trace with other rows: what took several runs to find out is
     taken from it. A model that `is_known`, because it was traced before, is not run.
     """
+    load_compiler()
     check_model(model)
     check_loss_fn(loss_fn)
     leaves, tree = tree_flatten((args, kwargs))
@@ -153,13 +153,6 @@ def watched_model(
     # Take the real parameters now: during tracing the model has fake ones.
     registered = {id(parameter): name for name, parameter in model.named_parameters()}
     return Watched(model, loss_fn, around=partial(Operands, model, registered, checks, results))
-
-
-def fresh_call(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Copy the tensors of a call: torch.export leaves marks on the tensors that it has seen."""
-    leaves, tree = tree_flatten((args, kwargs))
-    fresh = [leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-    return tree_unflatten(fresh, tree)
 
 
 def values_of_buffers(recorder: Recorder, wrapper: Watched) -> dict[str, torch.Tensor]:
@@ -230,10 +223,7 @@ def export(
             met = around.enter_context(watch_tracing(wrapper, whole))
             around.enter_context(autocast.ambient())
             around.enter_context(torch.enable_grad())
-            around.enter_context(exported_by(recorder.run))
-            around.enter_context(suppress(Finished))
-            call = fresh_call(args, kwargs)
-            torch.export.export(wrapper, *call, strict=False)
+            recorder.record(args, kwargs)
         # A model may have swallowed `Observed` in a bare except.
         others = set() if known and results.run_all else other_functions(met.functions)
         if not others and not (known and results.run_all):
@@ -247,21 +237,17 @@ def export(
             if isinstance(error, AutoptdError):
                 raise
             if not checks.has_left(error):
-                raise _refusal(error, checks) from error
+                raise _refusal(error) from error
     return export(fresh, wrapper, args, kwargs, autocast, whole, checks)
 
 
-def _refusal(error: Exception, checks: Checks) -> TraceError:
-    """Make a TraceError from an exception of torch.export or of the model."""
+def _refusal(error: BaseException) -> TraceError:
+    """Make a TraceError from an exception of torch or of the model."""
     line = user_line(error)
     fact = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    if OF_VALUES.search(fact):
-        if (refusal := checks.sizes.refusal(error, called_at(error), line)) is not None:
-            return refusal
-        fact = "the value of a tensor becomes a Python number, and a branch or a size may depend on it"
-        remedy = f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in line else VALUE_REMEDY
-        return TraceError(line, fact, remedy)
-    remedy = "the model must run on these example inputs; torch.export must be able to trace it"
+    if isinstance(error, DATA_DEPENDENT) or OF_VALUES.search(fact):
+        return value_error(error, called_at(error), line)
+    remedy = "the model must run on these example inputs, and on fake tensors, which have no values"
     return TraceError(line, f"cannot be traced: {type(error).__name__}: {fact}", remedy)
 
 

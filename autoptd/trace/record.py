@@ -1,20 +1,19 @@
 """Record the operators that a forward calls as one FX graph.
 
-The forward runs once, on fake tensors, in the environment of torch.export; every operator becomes a node with its
-operands, its fake result, the user's module and source line, and whether gradients were on. Operators are recorded
-above autograd, composite ones whole.
+The forward runs once, on fake tensors; every operator becomes a node with its operands, its fake result, the user's
+module and source line, and whether gradients were on. Operators are recorded above autograd, composite ones whole.
 
-    recorder = Recorder(wrapper, casting)
-    recorder.run(forward, fake)         # fake parameters, buffers and leaves of the call, in torch.export's order
-    recorder.graph, recorder.inputs, recorder.buffers
+    recorder = Recorder(wrapper, casting, results, first_name)
+    recorder.record(args, kwargs)
+    recorder.graph, recorder.inputs
 """
 
 from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
@@ -31,31 +30,26 @@ from autoptd.compat import (
     PreDispatchMode,
     WithoutDispatch,
     WithoutDispatcher,
+    enable_python_dispatcher,
+    fake_like,
+    known_as_traced,
+    tree_flatten,
+    tree_unflatten,
+    without_modes,
 )
 from autoptd.errors import TraceError
 from autoptd.ir.notes import Note, Origin, note, op_name, ops, set_note, site, value
 from autoptd.trace.autocast import Casting
 from autoptd.trace.loss import WithLoss
 from autoptd.trace.results import Results
-from autoptd.trace.tensor_values import size_error
 from autoptd.trace.users import ForwardLines, users_line
 
 aten = torch.ops.aten
-# Calls that compute nothing. During torch.export, a cast asserts its source dtype.
+# Calls that compute nothing. While a model is exported, a cast asserts its source dtype.
 IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 # Copies of a constant, made by `torch.tensor`.
 COPIES = (aten.lift_fresh_copy.default, aten.detach_.default)
-VALUE_REMEDY = (
-    "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
-)
-VALUE_REMEDY += "or keep the number as an attribute"
-
-
 MADE_REMEDY = "make it with torch operators in the forward, outside of torch.autograd.grad and torch.func"
-
-
-class Finished(BaseException):
-    """Signal that the forward has been recorded, so torch.export has nothing left to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,37 +94,55 @@ class Recorder(PreDispatchMode):
         self._node_of = WeakTensorKeyDictionary()
         self._shown: dict[Metadata, FakeTensor] = {}
         self._lifted, self._names = dict[Node, Tensor](), set[str]()
-        self._mode: FakeTensorMode | None = None
+        self._mode = FakeTensorMode(allow_non_fake_inputs=True, export=True)
         self._in_inference: Node | None = None
 
-    def run(self, forward: Any, args: Sequence[Any]) -> None:
-        """Call the forward in place of torch.export's tracer, and finish the graph.
-
-        `args` are fake parameters, buffers and leaves of the call. Ends with `Finished`.
-        """
-        for leaf, arg in enumerate(self._enter_state(args)):
-            if isinstance(arg, Tensor):
-                self.inputs[leaf] = self._enter(
-                    self.graph.placeholder(f"input_{leaf}"), Note(kind="input"), arg
-                )
-        with self._modules_followed(), self:
-            (loss,) = forward(*args)
-        set_note(self.graph.output(self._operand(loss)), Note(kind="output"))
+    def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Call the module, and finish the graph."""
+        with (
+            without_modes(),
+            known_as_traced(),
+            self._mode,
+            enable_python_dispatcher(),
+            ExitStack() as around,
+        ):
+            around.enter_context(self._fake_state())
+            leaves, tree = tree_flatten((args, kwargs))
+            for leaf, x in enumerate(leaves):
+                if isinstance(x, Tensor):
+                    leaves[leaf] = fake_like(x, self._mode)
+                    node = self.graph.placeholder(f"input_{leaf}")
+                    self.inputs[leaf] = self._enter(node, Note(kind="input"), leaves[leaf])
+            args, kwargs = tree_unflatten(leaves, tree)
+            with self._modules_followed(), self:
+                loss = self._wrapper(*args, **kwargs)
+            set_note(self.graph.output(self._operand(loss)), Note(kind="output"))
         self._finish()
-        raise Finished
 
-    def _enter_state(self, args: Sequence[Any]) -> Sequence[Any]:
-        """Make one placeholder for each tensor among parameters and buffers; return the other arguments."""
-        made: dict[str, Node] = {}
-        state = [("param", name) for name, _ in self._wrapper.named_parameters(remove_duplicate=False)]
-        state += [("buffer", name) for name, _ in self._wrapper.named_buffers(remove_duplicate=False)]
-        for (kind, path), arg in zip(state, args, strict=False):
-            name = self._first_name.get(in_model(path), in_model(path))
-            if name not in made:
-                node = self.graph.placeholder(re.sub(r"\W", "_", f"{kind[0]}_{name}"))
-                made[name] = self._enter(node, Note(kind=kind, name=name), arg)
-            self._node_of[arg], self._mode = made[name], arg.fake_mode
-        return args[len(state) :]
+    @contextmanager
+    def _fake_state(self) -> Iterator[None]:
+        """Put fake tensors in place of parameters and buffers, and make a placeholder for each."""
+        made, fakes = dict[str, Tensor](), dict[int, Tensor]()
+        for kind, named in (
+            ("param", self._wrapper.named_parameters),
+            ("buffer", self._wrapper.named_buffers),
+        ):
+            for path, x in named(remove_duplicate=False):
+                name = self._first_name.get(in_model(path), in_model(path))
+                if name not in made:
+                    made[name] = fake_like(x, self._mode)
+                    node = self.graph.placeholder(re.sub(r"\W", "_", f"{kind[0]}_{name}"))
+                    self._enter(node, Note(kind=kind, name=name), made[name])
+                fakes[id(x)] = made[name]
+        holders = [held for one in self._wrapper.modules() for held in (one._parameters, one._buffers)]
+        real = [(held, dict(held)) for held in holders]
+        try:
+            for held, tensors in real:
+                held.update({name: fakes[id(x)] for name, x in tensors.items() if x is not None})
+            yield
+        finally:
+            for held, tensors in real:
+                held.update(tensors)
 
     def _enter(self, node: Node, record: Note, held: Any) -> Node:
         """Record the value of a node, and what is known of it."""
@@ -146,7 +158,7 @@ class Recorder(PreDispatchMode):
             return type(held)(map(self._show, held))
         if not isinstance(held, FakeTensor):
             return held
-        if held.layout is not torch.strided or any(type(size) is not int for size in held.shape):
+        if held.layout is not torch.strided:
             return held.detach()
         known = Metadata.of(held)
         if known not in self._shown:
@@ -230,8 +242,6 @@ class Recorder(PreDispatchMode):
 
     def _finish(self) -> None:
         """Refuse what no rank could do; drop what computes nothing; name the constants; end regions without gradients."""
-        for node in ops(self.graph):
-            _check_sizes(node)
         if self._in_inference is not None:
             fact = f"{op_name(self._in_inference)} is called in inference mode, whose results autograd cannot use"
             raise TraceError(site(self._in_inference), fact, "use torch.no_grad(), or .detach() the results")
@@ -267,18 +277,6 @@ def _held_tensors(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, held in vars(module).items():
             if isinstance(held, Tensor):
                 yield f"{in_model(path)}.{name}".removeprefix("."), held
-
-
-def _check_sizes(node: Node) -> None:
-    """Refuse numbers and sizes that depend on values: a rank could not know its local ones."""
-    line = f"{note(node).source}  {note(node).code}".strip()
-    pieces = value(node)
-    if isinstance(pieces, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-        fact = f"the value of a tensor becomes a Python number ({op_name(node)})"
-        raise TraceError(line or "model", fact, VALUE_REMEDY)
-    for piece in pieces if isinstance(pieces, (tuple, list)) else [pieces]:
-        if isinstance(piece, Tensor) and not all(isinstance(size, int) for size in piece.shape):
-            raise size_error(op_name(node), line)
 
 
 def _detach_regions(graph: Graph) -> None:

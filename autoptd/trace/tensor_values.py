@@ -12,9 +12,8 @@ A traced tensor has no value. Some branches can be resolved all the same:
     branches.see(torch.rand, (1,), made)
     branches.outcome(made > 0.0, frame)      # True; None where the value is not known
 
-An operator whose result has a data-dependent size is refused, with its line and an alternative of known size;
-torch.export's own error only has the line that needed a number (`Sizes`). A number that the forward turns into a
-tensor stays in the graph, also on meta (`make_tensor`).
+An operator whose result has a data-dependent size is refused, with its line and an alternative of known size
+(`value_error`). A number that the forward turns into a tensor stays in the graph, also on meta (`make_tensor`).
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ from __future__ import annotations
 import dis
 import operator
 import os
-import re
 import types
 import warnings
 from collections.abc import Callable, Iterator, Set
@@ -31,9 +29,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.compat import FakeTensor
+from autoptd.compat import DynamicOutputShapeException, FakeTensor
 from autoptd.errors import TraceError
-from autoptd.trace.users import line_of, users_line
+from autoptd.options.elsewhere import EXPERTS
+from autoptd.trace.users import line_of
 
 DRAWN = {torch.rand, torch.rand_like}
 COMPARISONS = {getattr(place, name): name for place in (torch, Tensor) for name in ("gt", "ge", "lt", "le")}
@@ -44,14 +43,12 @@ Place = tuple[types.CodeType, int]
 class Checks:
     """Track the checks of a model.
 
-    `passed` are known to end the call when they raise; `tried` has raised in the running trace. `sizes` are
-    sizes that depend on values.
+    `passed` are known to end the call when they raise; `tried` has raised in the running trace.
     """
 
     def __init__(self) -> None:
         self.passed: set[Place] = set()
         self.tried: Place | None = None
-        self.sizes = Sizes()
 
     def has_left(self, error: BaseException) -> bool:
         """Tell whether the tried check raised `error`, which left the forward; if so, pass it from now on."""
@@ -84,7 +81,6 @@ class Branches:
 
     def see(self, func: Any, args: tuple[Any, ...], made: Any) -> None:
         """Record the result of a call if its values are known to be within bounds."""
-        self._checks.sizes.see(func, made)
         if func in DRAWN:
             self._drawn[id(made)] = (made, made._version)
         elif func in COMPARISONS and len(args) == 2 and self._is_drawn(args[0]):
@@ -212,6 +208,10 @@ REPEATS = (
     "output_size=, where the sum of the repeats is known; rows of a batch are repeated in the data loader"
 )
 CLASSES = "F.one_hot(labels, num_classes)"
+VALUE_REMEDY = (
+    "compute with the tensor itself (x * scale, torch.where, gather; torch.arange(n) < length for a slice), "
+)
+VALUE_REMEDY += "or keep the number as an attribute"
 OTHERS = "use torch.where or a mask of fixed size"
 # By the names of torch functions and aten operators.
 REMEDIES = {"bincount": COUNTS, "repeat_interleave": REPEATS, "one_hot": CLASSES}
@@ -226,37 +226,15 @@ CALLED = {
 }
 
 
-class Sizes:
-    """Record the operators that made symbolic sizes, and their lines, by symbol."""
-
-    def __init__(self) -> None:
-        self._made: dict[str, tuple[str, str]] = {}
-
-    def see(self, func: Any, made: Any) -> None:
-        """Record the symbolic sizes that a call has made."""
-        name = getattr(func, "__name__", "")
-        name = CALLED.get(name, name)
-        if name not in REMEDIES:
-            return
-        for piece in made if isinstance(made, (tuple, list)) else (made,):
-            for size in piece.shape if isinstance(piece, Tensor) else ():
-                if isinstance(size, torch.SymInt):
-                    self._made[str(size)] = name, users_line()
-
-    def refusal(self, error: Exception, called: Callable[..., Any] | None, line: str) -> TraceError | None:
-        """Return the error if torch.export failed in `line`, in the function `called`, for want of a size."""
-        found = [self._made[symbol] for symbol in re.findall(r"\bu\d+\b", str(error)) if symbol in self._made]
-        name = getattr(called, "__name__", "")
-        if not found and name in REMEDIES:
-            found = [(name, line)]
-        return size_error(*found[0]) if found else None
-
-
-def size_error(name: str, site: str) -> TraceError:
-    """Return the error for an operator whose result has an unknown size."""
-    bare = name.removeprefix("aten.")
-    fact = f"the size of {bare}'s result depends on the values of a tensor"
-    return TraceError(site, fact, REMEDIES.get(bare, OTHERS))
+def value_error(error: BaseException, called: Callable[..., Any] | None, site: str) -> TraceError:
+    """Return the refusal of a line in which torch needs values of a tensor, in its function `called`."""
+    name = getattr(called, "__name__", "")
+    name = CALLED.get(name, name)
+    if name in REMEDIES or isinstance(error, DynamicOutputShapeException):
+        fact = f"the size of {name}'s result depends on the values of a tensor"
+        return TraceError(site, fact, REMEDIES.get(name, OTHERS))
+    fact = "the value of a tensor becomes a Python number, and a branch or a size may depend on it"
+    return TraceError(site, fact, f"{VALUE_REMEDY}; {EXPERTS}" if "for expert" in site else VALUE_REMEDY)
 
 
 def make_tensor(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor:

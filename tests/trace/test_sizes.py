@@ -33,8 +33,10 @@ FORMS: dict[str, tuple[Loss, ...]] = {
         lambda h, y: h.sum() * len(torch.where(y > 2)[0]),
     ),
     "argwhere": (lambda h, y: h[torch.argwhere(y > 2)[:, 0]].sum(),),
-    "_unique2": (lambda h, y: h.sum() * y.unique(return_counts=True)[1].sum(),),
-    "unique": (lambda h, y: h.sum() * len(torch.unique(y)),),
+    "unique": (
+        lambda h, y: h.sum() * y.unique(return_counts=True)[1].sum(),
+        lambda h, y: h.sum() * len(torch.unique(y)),
+    ),
     "repeat_interleave": (lambda h, y: h.repeat_interleave(y, 0).sum(),),
     "one_hot": (lambda h, y: (F.one_hot(y) * h).sum(),),
 }
