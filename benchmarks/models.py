@@ -9,7 +9,7 @@ time. Per model:
 - the share of the FLOPs of matrix products that tp splits;
 - collectives over tp that one more layer takes per microbatch, forward + backward: from models of four and of six layers, or of
   six and of eight;
-- seconds of everything but torch.export, over seconds of torch.export (four layers; of the process, one thread).
+- seconds of everything but tracing, over seconds of tracing (four layers; of the process, one thread).
 
     python benchmarks/models.py                     # benchmarks/results/models.json and the table in docs/models.md
     python benchmarks/models.py --only llama gpt2   # their rows alone; with --quick without parity, and nothing is written
@@ -62,15 +62,14 @@ def measure(name: str, *, quick: bool) -> Row:
 
     import autoptd
     from autoptd import trace
+    from autoptd.compat import load_compiler
     from benchmarks.families import families
     from tests import traces
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    torch.export.export(
-        torch.nn.Linear(2, 2), (torch.zeros(2, 2),), strict=False
-    )  # loads what it loads lazily
+    load_compiler()
     family = families()[name]
     row: Row = {"name": name, "kind": family.kind, "about": family.about}
     torch.manual_seed(0)
@@ -105,25 +104,24 @@ def measure(name: str, *, quick: bool) -> Row:
 
 def compile_timed(model: Any, keywords: dict[str, Any]) -> tuple[Row, Counter[str]]:
     """Compile, and say what the program is like, and what it communicates over tp."""
-    import torch
-
     import autoptd
+    from autoptd.trace.record import Recorder
 
-    clock, export = [0.0], torch.export.export
+    clock, record = [0.0], Recorder.record
 
     def timed(*args: Any, **kwargs: Any) -> Any:
         start = time.process_time()
         try:
-            return export(*args, **kwargs)
+            return record(*args, **kwargs)
         finally:
             clock[0] += time.process_time() - start
 
     start = time.process_time()
-    torch.export.export = timed
+    Recorder.record = timed  # type: ignore[method-assign]
     try:
         program = autoptd.compile(model, **keywords)
     finally:
-        torch.export.export = export
+        Recorder.record = record  # type: ignore[method-assign]
     rest = time.process_time() - start - clock[0]
     costs = program.costs
     whole = Counter[str]()

@@ -142,7 +142,7 @@ def _slice(node: Node, args: list[str]) -> str:
     # The overload's defaults, for the arguments that are left out.
     dim, start, end, step = (*node.args[1:], *(0, None, None, 1)[len(node.args) - 1 :])
     dim = dim % len(size)  # type: ignore[operator]
-    # torch.export writes an open end as 2**63 - 1.
+    # torch writes an open end as 2**63 - 1.
     is_open_ended = end is None or end >= size[dim] > 0  # type: ignore[operator]
     bounds = f"{start or ''}:{'' if is_open_ended else end}"
     if step != 1:

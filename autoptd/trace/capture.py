@@ -6,7 +6,7 @@ operators with module path and source line, and the loss as its only output.
 
     captured = capture(model, (ids, targets), {}, loss_fn=None)
 
-`record.py` writes down the operators of a forward (`export`), while `watch.py` and `watched.py` refuse what the graph
+`record.py` writes down the operators of a forward (`record`), while `watch.py` and `watched.py` refuse what the graph
 would not do. `normalize.py` then brings it into the form TRACED.
 """
 
@@ -102,7 +102,7 @@ def capture(
     tied = {name: names[0] for names in aliases.values() for name in names}
     first_name = tied | first_names(wrapper)
     fresh = partial(Recorder, wrapper, results=results, first_name=first_name)
-    recorder, checkpointed = export(fresh, wrapper, args, kwargs, autocast, whole, checks)
+    recorder, checkpointed = record(fresh, wrapper, args, kwargs, autocast, whole, checks)
     checks.warn(passed)
     # After the trace, as `Watched` has restored the model by then; runs it again where something changed.
     if not is_known:
@@ -201,7 +201,7 @@ def _leaf_names(name: str, arg: Any) -> list[str]:
     return [name] if len(leaves) == 1 else [f"{name}_{i}" for i in range(len(leaves))]
 
 
-def export(
+def record(
     fresh: Callable[[Casting], Recorder],
     wrapper: Watched,
     args: tuple[Any, ...],
@@ -238,7 +238,7 @@ def export(
                 raise
             if not checks.has_left(error):
                 raise _refusal(error) from error
-    return export(fresh, wrapper, args, kwargs, autocast, whole, checks)
+    return record(fresh, wrapper, args, kwargs, autocast, whole, checks)
 
 
 def _refusal(error: BaseException) -> TraceError:

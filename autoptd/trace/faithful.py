@@ -1,6 +1,6 @@
 """Check that the traced graph computes the same as the model, gradients included.
 
-torch.export silently drops tensor hooks, backward hooks and the backward of custom autograd functions. These are
+A graph of operators drops tensor hooks, backward hooks and the backward of custom autograd functions. These are
 refused: on the model before tracing, and in the forward while tracing (`watch.py`; for functions, according to
 `functions.py`). Anything left is caught by running model and graph once (`compare`).
 

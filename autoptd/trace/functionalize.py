@@ -1,6 +1,6 @@
 """Turn in-place operators into functional ones, so that every value of the graph is written once.
 
-In: an exported graph, in which torch.export has kept in-place operators. Out: the same values without writes. A
+In: a recorded graph, with the in-place operators of the model. Out: the same values without writes. A
 write to a fresh value becomes its functional form, and all later readers read that; a write through slices
 and single indices (`shifted[:, 1:] = ids[:, :-1]`) concatenates the new piece with the pieces around it. The
 final value of a buffer becomes an `update_buffer` before the output. Refused by name: writes to parameters and

@@ -1,6 +1,6 @@
 """Trace custom autograd functions through their forward, or as one operator.
 
-torch.export drops the backward of an `autograd.Function`. Many of them only save memory or time, and autograd of
+A graph of operators drops the backward of an `autograd.Function`. Many of them only save memory or time, and autograd of
 their forward gives the same gradients (BLOOM's GELU): these are traced through their forward. This is tested on
 random numbers of several magnitudes, forward and backward. All others (`other_functions`) need a second trace, in
 which each is one operator with its own backward (`call_whole`): an operator in torch's registry that calls `apply`,

@@ -1,4 +1,4 @@
-"""Bring an exported graph into the few forms that the passes know, without changing what it computes.
+"""Bring a recorded graph into the few forms that the passes know, without changing what it computes.
 
 Removed: asserts, aliases, casts to the same dtype, dropout without effect, literal devices, detaches without effect,
 dead code. In-place operators become functional (`functionalize.py`); random numbers become those of `draws.py`, and

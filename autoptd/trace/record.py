@@ -272,7 +272,7 @@ def in_model(path: str) -> str:
 
 
 def _held_tensors(wrapper: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that are plain attributes of modules: torch.export names constants by them."""
+    """Yield tensors that are plain attributes of modules: constants are named by them."""
     for path, module in wrapper.named_modules():
         for name, held in vars(module).items():
             if isinstance(held, Tensor):

@@ -1,10 +1,10 @@
-"""Watch the model while it is traced, and refuse what torch.export would drop silently.
+"""Watch the model while it is traced, and refuse what a graph of its operators would drop silently.
 
 Handled here: tensor hooks, custom autograd functions (`functions.py`), activation checkpoints (traced as plain
 calls), unregistered parameters, single positions used as an index, numbers turned into tensors.
 
     with watch_tracing(wrapper, whole) as met:
-        exported = torch.export.export(...)
+        recorder.record(args, kwargs)
     whole |= other_functions(met.functions)
 """
 
@@ -73,14 +73,14 @@ class Met:
 
 @contextmanager
 def watch_tracing(wrapper: WithLoss, whole: set[Any]) -> Iterator[Met]:
-    """Trace parts of a model that torch.export would drop or refuse: custom autograd functions as their forward,
+    """Trace parts of a model that a graph of operators would drop: custom autograd functions as their forward,
     checkpoints as plain calls, grouped matmuls as ours, batch norms that average over all steps. Refuse tensor hooks.
 
     Functions in `whole` are one operator each; those that cannot be tested on random numbers are added to it.
     """
     met = Met()
 
-    # Replaces `Function.apply`: torch.export would trace the forward and silently drop the backward.
+    # Replaces `Function.apply`: the operators of its forward would be traced, and its backward silently dropped.
     def trace_function(cls: type, *args: Any, **kwargs: Any) -> Any:
         # torch's own Function that implements a registered operator: that is one node, with its backward.
         if cls.__module__ == "torch._library.autograd":
@@ -151,7 +151,7 @@ class Operands(TorchFunctionMode):
                 self._check_all(arg)
         if kwargs:
             self._check_all(kwargs)
-        # A 0-d index would become a Python number, which torch.export refuses as data-dependent.
+        # A 0-d index would become a Python number, which depends on values.
         if func is Tensor.__getitem__:
             args = _with_index_of_one(*args)
         if func is torch.tensor:

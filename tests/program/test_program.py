@@ -11,6 +11,7 @@ import torch
 import autoptd
 from autoptd.ir import machine
 from autoptd.options import Options
+from autoptd.trace.record import Recorder
 from tests.forks import CONTEXT
 from tests.parity.models import batch, gpt, separate, uneven
 from tests.waits import LONG
@@ -37,7 +38,7 @@ def test_runs_from_disk_without_tracing(tmp_path: Path, monkeypatch: pytest.Monk
     wanted.backward()
     program = autoptd.compile(model, t=2, p=2, d=2, example_inputs=(ids, targets))
     program.save(tmp_path)
-    monkeypatch.setattr(torch.export, "export", lambda *args, **kwargs: pytest.fail("traced"))
+    monkeypatch.setattr(Recorder, "record", lambda *args, **kwargs: pytest.fail("traced"))
     loaded = autoptd.Program.load(tmp_path)
     assert loaded == program and loaded.fingerprint() == program.fingerprint()
     pm = autoptd.ParallelModel(loaded, Options(t=2, p=2, d=2, backend="local"), model.state_dict())

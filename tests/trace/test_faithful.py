@@ -1,4 +1,4 @@
-"""What torch.export would lose without a word is kept, or refused with the site and a remedy."""
+"""What a graph of operators would lose without a word is kept, or refused with the site and a remedy."""
 
 from __future__ import annotations
 
@@ -352,7 +352,7 @@ def test_running_statistics_of_samples_are_refused_in_training() -> None:
 
 
 def test_statistics_by_function_are_updates_too() -> None:
-    """Without a counter that is written: torch.export shows no trace of the change."""
+    """Without a counter that is written: the graph shows no trace of the change."""
     model = Net(lambda self, x: F.batch_norm(self.first(x), self.mean, self.var, training=True).exp().mean())
     model.register_buffer("mean", torch.zeros(6))
     model.register_buffer("var", torch.ones(6))

@@ -16,7 +16,7 @@ from autoptd.errors import TraceError
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.tensor([3, 1, 5, 2, 0, 4, 3, 5])
 Loss = Callable[[Tensor, Tensor], Tensor]
-# By the name in the error: forms that torch.export traces, and forms that need the size at once.
+# By the name in the error.
 FORMS: dict[str, tuple[Loss, ...]] = {
     "bincount": (
         lambda h, y: (torch.bincount(y, minlength=6) * h.sum(0)).sum(),
