@@ -1,37 +1,32 @@
 """Build the context of the passes from a traced model and a division of its rows.
 
-In: a request, `Traces`, a `Batch`. Out: a `Context`. Buffer updates are removed from the traces first
+In: a request, `Traces`, a `Batch`. Out: a `Context`, and the traces without buffer updates
 (`passes/buffer_updates.py`): the compile-time values of these buffers hold for no other step.
 
-    traces = without_updates(traces, make_context(request, traces, batch, saved_by))
-    ctx = make_context(request, traces, batch, saved_by)
+    traces, ctx = make_context(request, traces, batch)
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
-from torch.fx import Graph
 
 from autoptd import schedule
 from autoptd import trace as tracing
 from autoptd.compiler.batch import Batch
 from autoptd.compiler.request import Request, Traces
+from autoptd.compiler.saved import FindSaved
 from autoptd.ir.buffers import Buffers
-from autoptd.ir.kept import SavedForBackward
 from autoptd.passes.buffer_updates import split_updates
 from autoptd.passes.context import Context
 
 
-def make_context(
-    request: Request, traces: Traces, batch: Batch, saved_by: Callable[[Graph], SavedForBackward]
-) -> Context:
-    """Build the context that passes read in addition to their graph; `saved_by`: see `Context`."""
+def make_context(request: Request, traces: Traces, batch: Batch) -> tuple[Traces, Context]:
+    """Return the traces without buffer updates, and what passes read in addition to their graph."""
     options = request.options
     orders = schedule.requested_orders(options, batch.num_microbatches)
-    return Context(
+    ctx = Context(
         options=options,
         traced_rows=batch.traced_rows,
         rows=batch.rows,
@@ -44,15 +39,12 @@ def make_context(
         live=schedule.in_flight_moments(orders),
         makespan=schedule.makespan_of(orders),
         checkpointed=traces.captured.checkpointed if options.recompute.what is None else (),
-        saved_by=saved_by,
+        saved_by=FindSaved(options.mesh, batch.rows),
         like=request.like,
     )
-
-
-def without_updates(traces: Traces, ctx: Context) -> Traces:
-    """Remove the buffer updates from the traces of a model."""
     graph, whole, updates = split_updates(traces.captured.graph, traces.whole, ctx)
-    return replace(traces, captured=replace(traces.captured, graph=graph), whole=whole, updates=updates)
+    bare = replace(traces, captured=replace(traces.captured, graph=graph), whole=whole, updates=updates)
+    return bare, replace(ctx, whole=whole, buffers=Buffers(constant_buffers(bare)))
 
 
 def constant_buffers(traces: Traces) -> dict[str, torch.Tensor]:
@@ -63,4 +55,4 @@ def constant_buffers(traces: Traces) -> dict[str, torch.Tensor]:
     return {name: value.to("meta") if name in updated else value for name, value in values.items()}
 
 
-__all__ = ["make_context", "without_updates"]
+__all__ = ["make_context"]

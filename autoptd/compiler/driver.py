@@ -15,17 +15,17 @@ from torch import nn
 
 from autoptd import trace as tracing
 from autoptd.compiler.compiled import Compiled, Draw
-from autoptd.compiler.context import make_context, without_updates
+from autoptd.compiler.context import make_context
 from autoptd.compiler.memory_search import Written, fit
 from autoptd.compiler.program_cache import ProgramCache
 from autoptd.compiler.request import BatchPlan, Request, Traces, batch_plans, settle
-from autoptd.compiler.saved import FindSaved
 from autoptd.compiler.warn import warn_of_mixing, warn_of_recompute, warn_of_whole_tokens
 from autoptd.compiler.write import Writer
 from autoptd.errors import AutoptdError
-from autoptd.ir.scopes import on_cpu
+from autoptd.ir.scopes import on_cpu, paused_collection
 from autoptd.options import Options
 from autoptd.passes import Record, passes_for
+from autoptd.passes.context import Context
 from autoptd.program.program import Program
 
 
@@ -88,19 +88,18 @@ def try_plan(request: Request, plan: BatchPlan, record: Record) -> Tried | Autop
         # compared with a trace of fewer.
         traces = request.traces(plan.batch, check=plan.mixed is None)
         with on_cpu():
-            saved_by = FindSaved(request.options.mesh, plan.batch.rows)
-            traces = without_updates(traces, make_context(request, traces, plan.batch, saved_by))
-            written = _write(request, plan, traces, saved_by, record)
+            with paused_collection():
+                traces, ctx = make_context(request, traces, plan.batch)
+            written = _write(request, plan, traces, ctx, record)
         return written if isinstance(written, AutoptdError) else Tried(written, traces)
     except AutoptdError as error:
         return error
 
 
 def _write(
-    request: Request, plan: BatchPlan, traces: Traces, saved_by: FindSaved, record: Record
+    request: Request, plan: BatchPlan, traces: Traces, ctx: Context, record: Record
 ) -> Written | AutoptdError:
     """Return the program of these traces, from the cache if it is there."""
-    ctx = make_context(request, traces, plan.batch, saved_by)
     like, traced = request.like, traces.captured.graph
     passes = passes_for(ctx)
     writer = Writer(traces, plan.batch, request.handed, record)

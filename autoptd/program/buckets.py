@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from autoptd.ir.actions import Kind, Orders
+from autoptd.ir.actions import Action, Kind, Orders
 from autoptd.ir.mesh import AXES, Mesh, Role, base, is_sub_axis, joined, parts_of, role_of
 from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
 from autoptd.program.specs import Collective, ParamSpec
@@ -165,10 +165,37 @@ def plan_buckets(
     program's order, so that all owners of a tied parameter put it in the same bucket. `busy` are the axes
     over which actions communicate, as found by `busy_axes`; they only affect when sums start.
     """
+    return plan_each(params, orders, ranks, mesh, [pipeline_rank], busy)[0]
+
+
+def plan_each(
+    params: Sequence[ParamSpec],
+    orders: Orders,
+    ranks: Sequence[int],
+    mesh: Mesh,
+    pipeline_ranks: Sequence[int],
+    busy: Collection[str] = (),
+) -> list[list[BucketPlan]]:
+    """Return the buckets of several pipeline ranks; see `plan_buckets`."""
     most = usual_bytes(params, mesh)
-    position = {spec.name: i for i, spec in enumerate(params)}
+    held: dict[int, list[tuple[int, ParamSpec, tuple[int, ...]]]] = {}
+    for number, spec in enumerate(params):
+        owners = spec.owners(ranks)
+        for owner in owners if spec.requires_grad else ():
+            held.setdefault(owner, []).append((number, spec, owners))
+    return [_plan(held.get(one, []), orders[one], mesh, most, frozenset(busy)) for one in pipeline_ranks]
+
+
+def _plan(
+    held: Sequence[tuple[int, ParamSpec, tuple[int, ...]]],
+    order: Sequence[Action],
+    mesh: Mesh,
+    most: int,
+    busy: frozenset[str],
+) -> list[BucketPlan]:
+    """Return the buckets of a pipeline rank, given the numbers, parameters and owners that it holds."""
     last_backward: dict[int, int] = {}
-    for i, action in enumerate(orders[pipeline_rank]):
+    for i, action in enumerate(order):
         if action.kind in (Kind.B, Kind.W):
             last_backward[action.stage] = i
 
@@ -176,25 +203,25 @@ def plan_buckets(
         """Return the index of the last action that adds to the gradient."""
         return max(last_backward.get(stage, -1) for stage in spec.stages)
 
-    # {(sums, owners, dtype, completed): [[parameters of one bucket], ...]}
-    runs: dict[tuple[object, ...], list[list[ParamSpec]]] = {}
-    for spec in params:
-        owners = spec.owners(ranks)
-        if not spec.requires_grad or pipeline_rank not in owners:
-            continue
+    # {(sums, owners, dtypes, completed): [(bytes, number of the first, parameters of one bucket), ...]}
+    runs: dict[tuple[object, ...], list[tuple[int, int, list[ParamSpec]]]] = {}
+    for number, spec, owners in held:
         # Types are over all mesh axes, also those of one rank.
         sums = joined_sums([step for step in spec.sums if _group_size(step, owners, mesh) > 1], mesh)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
         dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype, spec.wire_dtype)
         key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1)
-        lists = runs.setdefault(key, [[]])
-        if lists[-1] and sum(other.grad_bytes(mesh) for other in [*lists[-1], spec]) > most:
-            lists.append([])
-        lists[-1].append(spec)
+        lists, nbytes = runs.setdefault(key, []), spec.grad_bytes(mesh)
+        if lists and lists[-1][0] + nbytes <= most:
+            before, first, run = lists[-1]
+            run.append(spec)
+            lists[-1] = before + nbytes, first, run
+        else:
+            lists.append((nbytes, number, [spec]))
     plans = [
-        BucketPlan(position[run[0].name], tuple(run), key[0], key[1], frozenset(busy))  # type: ignore[arg-type]
+        BucketPlan(first, tuple(run), key[0], key[1], busy)  # type: ignore[arg-type]
         for key, lists in runs.items()
-        for run in lists
+        for _, first, run in lists
     ]
     # Backward goes from the last parameters of a stage to its first.
     return sorted(plans, key=lambda plan: (max(map(completed, plan.params)), -plan.number))

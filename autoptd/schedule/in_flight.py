@@ -10,7 +10,6 @@ Moments that another moment of the rank exceeds on every stage are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import chain
 
 from autoptd.ir.actions import Action, Kind
 
@@ -19,28 +18,31 @@ def in_flight_moments(orders: Sequence[Sequence[Action]]) -> list[tuple[int, ...
     """Return vectors of the microbatches in flight per stage: those whose F has begun and whose B (or W) has
     not ended.
     """
-    actions = list(chain.from_iterable(orders))
-    count = 1 + max(action.stage for action in actions)
-    last = Kind.W if any(action.kind is Kind.W for action in actions) else Kind.B
-    moments: list[tuple[int, ...]] = []
+    kinds = {action.kind for order in orders for action in order}
+    count = 1 + max(action.stage for order in orders for action in order)
+    found: list[tuple[int, ...]] = []
     for order in orders:
-        moments += _fullest(_moments(order, count, last))
-    return moments
+        stages = sorted({action.stage for action in order})
+        for live in _fullest(_moments(order, stages, Kind.W if Kind.W in kinds else Kind.B)):
+            of_stage = dict(zip(stages, live, strict=True))
+            found.append(tuple(of_stage.get(stage, 0) for stage in range(count)))
+    return found
 
 
-def _moments(order: Sequence[Action], count: int, last: Kind) -> set[tuple[int, ...]]:
-    """Return the counts after each forward that is followed by a backward: in between, they only rise or
-    fall.
+def _moments(order: Sequence[Action], stages: Sequence[int], last: Kind) -> set[tuple[int, ...]]:
+    """Return the counts on these stages after each forward that is followed by a backward: in between, they
+    only rise or fall.
     """
-    live, moments, has_grown = [0] * count, set(), False
-    for action in order:
-        if action.kind is Kind.F:
-            live[action.stage] += 1
+    place = {stage: i for i, stage in enumerate(stages)}
+    live, moments, has_grown = [0] * len(stages), set(), False
+    for kind, stage, _, _ in order:
+        if kind is Kind.F:
+            live[place[stage]] += 1
             has_grown = True
-        elif action.kind is last:
+        elif kind is last:
             if has_grown:
                 moments.add(tuple(live))
-            live[action.stage] -= 1
+            live[place[stage]] -= 1
             has_grown = False
     return moments
 

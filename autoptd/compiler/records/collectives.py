@@ -23,7 +23,7 @@ from autoptd.ir.notes import note, op_name, ops, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
-from autoptd.program.buckets import BucketPlan, busy_axes, plan_buckets
+from autoptd.program.buckets import BucketPlan, busy_axes, plan_each
 from autoptd.program.calls import AGAIN, check_call_order, joint_axis
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
@@ -73,7 +73,7 @@ def collectives(
         calls += _transfer(buffer, ranks, mesh)
     # The runtime derives the same plans from the program, so that this list matches the calls that run.
     busy = busy_axes(calls)
-    buckets = [plan_buckets(params, orders, ranks, mesh, rank, busy) for rank in range(mesh.pipeline_ranks)]
+    buckets = plan_each(params, orders, ranks, mesh, range(mesh.pipeline_ranks), busy)
     calls += _step_collectives(graph, options, buckets, ranks)
     calls += _update_sums(update_parts, options)
     check_call_order(calls, buckets, mesh)

@@ -13,7 +13,7 @@ from autoptd.compiler.batch import Batch
 from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES
 from autoptd.options import PRECISIONS, Options
-from autoptd.program.buckets import plan_buckets, stage_sums
+from autoptd.program.buckets import plan_each, stage_sums
 from autoptd.program.specs import ParamSpec
 
 ABOUT_TYPES = "I invariant, R replicated (partial gradient), P partial sum, S sharded; p_to_i: P to I."
@@ -28,7 +28,7 @@ def about_stages(
     """Return the texts of every stage's file; `wgrad_sink` is what takes weight gradients (see `Context`)."""
     ranks = ranks_of_stages(orders)
     mesh = options.mesh
-    buckets = [plan_buckets(params, orders, ranks, mesh, rank) for rank in range(mesh.pipeline_ranks)]
+    buckets = plan_each(params, orders, ranks, mesh, range(mesh.pipeline_ranks))
     stages = []
     for stage, rank in enumerate(ranks):
         header = about(options, batch, ranks, stage, wgrad_sink)
