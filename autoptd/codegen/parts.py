@@ -22,7 +22,7 @@ from autoptd.codegen.names import choose_names
 from autoptd.codegen.repeats import Repeat, Run, carried_name, find_repeats, find_runs
 from autoptd.ir import markers
 from autoptd.ir.names import layer_of
-from autoptd.ir.notes import note, ops, output, placeholders
+from autoptd.ir.notes import note, ops, ops_of_stages, output, placeholders
 from autoptd.ir.periods import MIN_OPERATORS
 
 # One source line yields at most this many operators.
@@ -156,7 +156,8 @@ def crossings(graph: Graph) -> list[Crossing]:
 
 def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part]:
     """Return the parts of all stages."""
-    parts = [_part(graph, stage, crossing) for stage in range(stages)]
+    bodies = ops_of_stages(graph)
+    parts = [_part(graph, stage, bodies[stage], crossing) for stage in range(stages)]
     loss: Node = output(graph).args[0]  # type: ignore[assignment]
     # Search the whole program first: a layer that occurs once on each of 8 stages repeats in none of them.
     repeats = find_repeats(list(ops(graph)), {loss})
@@ -178,13 +179,12 @@ def divide(graph: Graph, crossing: Sequence[Crossing], stages: int) -> list[Part
     return parts
 
 
-def _part(graph: Graph, stage: int, crossing: Sequence[Crossing]) -> Part:
+def _part(graph: Graph, stage: int, body: Sequence[Node], crossing: Sequence[Crossing]) -> Part:
     leaving = [each for each in crossing if each.source == stage]
     results = [each.node for each in leaving]
     # The loss comes last, after the crossings: the executor takes it from the end.
     if stage in note(output(graph)).stages:
         results.append(output(graph).args[0])  # type: ignore[arg-type]
-    body = [node for node in ops(graph) if stage in note(node).stages]
     summed = _only_summed(body, results)
     return Part(
         index=stage,

@@ -32,6 +32,7 @@ from autoptd.ir.scopes import activity
 from autoptd.passes.context import Context
 from autoptd.passes.runner import Record
 from autoptd.passes.solve.fallbacks import unlisted_operators
+from autoptd.program.buckets import plan_each
 from autoptd.program.transfers import plan_transfers
 
 
@@ -56,7 +57,8 @@ class Writer:
             crossings, ctx.ranks, options.mesh, options.ranks.p2p, options.rank_machine
         )
         params, parts = param_specs(graph, captured, options, self.handed), update_parts(updates)
-        about = about_stages(options, self.batch, params, orders, ctx.wgrad_sink)
+        buckets = plan_each(params, orders, ctx.ranks, options.mesh, range(options.mesh.pipeline_ranks))
+        about = about_stages(options, self.batch, buckets, ctx.ranks, ctx.wgrad_sink)
         with activity("write stage files", is_brief=True):
             files = codegen.write_program(graph, options.mesh, crossing, about, updates)
         return Compiled(
@@ -73,7 +75,7 @@ class Writer:
             stages=tuple(stage_spec(k, file) for k, file in enumerate(files.stages)),
             orders=orders,
             sources=files.sources,
-            collectives=tuple(collectives(graph, options, transfers, params, orders, parts)),
+            collectives=tuple(collectives(graph, options, transfers, buckets, ctx.ranks, parts)),
             lines=files.lines,
             seed=options.seed,
             dropouts=dropout_specs(self.record.graphs["CUT"]),

@@ -128,7 +128,7 @@ def ranks_of_stages(orders: Sequence[Sequence[Action]]) -> tuple[int, ...]:
     """Return the pipeline rank of every stage: the first whose order runs it, or -1."""
     rank_of: dict[int, int] = {}
     for rank, order in enumerate(orders):
-        for stage in {action.stage for action in order if action.kind in COMPUTES}:
+        for stage in {stage for kind, stage, _, _ in order if kind in COMPUTES}:
             rank_of.setdefault(stage, rank)
     return tuple(rank_of.get(stage, -1) for stage in range(max(rank_of, default=-1) + 1))
 

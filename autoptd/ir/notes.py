@@ -15,6 +15,7 @@ Once a node has types, `local_shape` gives the shape of its value on one rank, i
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from functools import cache
@@ -370,6 +371,15 @@ def placeholders(graph: Graph, kind: str) -> Iterator[Node]:
 
 def ops(graph: Graph) -> Iterator[Node]:
     return (node for node in graph.nodes if node.op == "call_function")
+
+
+def ops_of_stages(graph: Graph) -> dict[int, list[Node]]:
+    """Return the operators that every stage computes, in the order of the graph."""
+    stages: dict[int, list[Node]] = defaultdict(list)
+    for node in ops(graph):
+        for stage in note(node).stages:
+            stages[stage].append(node)
+    return stages
 
 
 def output(graph: Graph) -> Node:

@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from operator import itemgetter
 from typing import Any
 
 from torch.fx import Graph
@@ -204,7 +205,7 @@ class Context:
     def wgrad_sink(self) -> str:
         """The attribute of a stage that takes the gradients of linear layers' weights; "" for autograd."""
         # W actions need the deferred weight gradients, whatever the other options are.
-        if any(action.kind is Kind.W for order in self.orders for action in order):
+        if any(Kind.W in map(itemgetter(0), order) for order in self.orders):
             return "deferred"
         return "main_grads" if self.options.hooks.fp32_gradients else ""
 

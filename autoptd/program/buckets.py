@@ -36,6 +36,8 @@ SMALLEST, LARGEST, BUCKETS = 8 * 2**20, 100 * 2**20, 4
 ALIGNMENT = 64
 # Roles of the axes whose sums may start inside a backward; program/calls.py proves that they may.
 EARLY = (Role.BATCH,)
+# Actions that add to gradients.
+BACKWARD = (Kind.B, Kind.W)
 # Prefixes of the sites of these sums.
 GRADIENTS, TIED, UPDATED = "gradients ", "tied gradients ", "updated "
 
@@ -194,10 +196,7 @@ def _plan(
     busy: frozenset[str],
 ) -> list[BucketPlan]:
     """Return the buckets of a pipeline rank, given the numbers, parameters and owners that it holds."""
-    last_backward: dict[int, int] = {}
-    for i, action in enumerate(order):
-        if action.kind in (Kind.B, Kind.W):
-            last_backward[action.stage] = i
+    last_backward = {stage: i for i, (kind, stage, _, _) in enumerate(order) if kind in BACKWARD}
 
     def completed(spec: ParamSpec) -> int:
         """Return the index of the last action that adds to the gradient."""

@@ -102,10 +102,11 @@ def _most_in_flight(
 ) -> list[float]:
     """Return the bytes of the activations that every rank holds at its peak."""
     most = [0.0] * (max(ranks) + 1)
+    stages = [[stage for stage, own in enumerate(ranks) if own == rank] for rank in range(len(most))]
     for moment in live:
         # Each moment counts the microbatches in flight on the stages of one rank only.
-        rank = ranks[max(range(len(moment)), key=moment.__getitem__)]
-        most[rank] = max(most[rank], sum(count * nbytes for count, nbytes in zip(moment, saved, strict=True)))
+        rank = ranks[moment.index(max(moment))]
+        most[rank] = max(most[rank], sum(moment[stage] * saved[stage] for stage in stages[rank]))
     return most
 
 

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 
 from autoptd.ir.actions import COMPUTES, RECVS, SENDS, Action, Kind, ranks_of_stages
 from autoptd.schedule.wiring import Link, Wiring, partner
@@ -79,7 +80,8 @@ def _is_transfer(action: Action) -> bool:
 
 def has_transfers(orders: Sequence[Sequence[Action]]) -> bool:
     """Tell whether the orders contain transfers; if not, values are assumed to move by themselves."""
-    return any(action.kind in SENDS or action.kind in RECVS for order in orders for action in order)
+    kinds = {kind for order in orders for kind in set(map(itemgetter(0), order))}
+    return not kinds.isdisjoint((*SENDS, *RECVS))
 
 
 def guess_links(orders: Sequence[Sequence[Action]]) -> list[Link]:

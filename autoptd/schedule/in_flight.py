@@ -10,6 +10,7 @@ Moments that another moment of the rank exceeds on every stage are dropped.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import itemgetter
 
 from autoptd.ir.actions import Action, Kind
 
@@ -18,12 +19,12 @@ def in_flight_moments(orders: Sequence[Sequence[Action]]) -> list[tuple[int, ...
     """Return vectors of the microbatches in flight per stage: those whose F has begun and whose B (or W) has
     not ended.
     """
-    kinds = {action.kind for order in orders for action in order}
-    count = 1 + max(action.stage for order in orders for action in order)
+    last = Kind.W if any(Kind.W in map(itemgetter(0), order) for order in orders) else Kind.B
+    count = 1 + max(max(map(itemgetter(1), order)) for order in orders if order)
     found: list[tuple[int, ...]] = []
     for order in orders:
-        stages = sorted({action.stage for action in order})
-        for live in _fullest(_moments(order, stages, Kind.W if Kind.W in kinds else Kind.B)):
+        stages = sorted(set(map(itemgetter(1), order)))
+        for live in _fullest(_moments(order, stages, last)):
             of_stage = dict(zip(stages, live, strict=True))
             found.append(tuple(of_stage.get(stage, 0) for stage in range(count)))
     return found
@@ -33,10 +34,10 @@ def _moments(order: Sequence[Action], stages: Sequence[int], last: Kind) -> set[
     """Return the counts on these stages after each forward that is followed by a backward: in between, they
     only rise or fall.
     """
-    place = {stage: i for i, stage in enumerate(stages)}
+    place, first = {stage: i for i, stage in enumerate(stages)}, Kind.F
     live, moments, has_grown = [0] * len(stages), set(), False
     for kind, stage, _, _ in order:
-        if kind is Kind.F:
+        if kind is first:
             live[place[stage]] += 1
             has_grown = True
         elif kind is last:

@@ -114,13 +114,14 @@ def find_ids(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> Actio
         return None
     if any(target >= len(ranks) for _, target, _ in links):
         return None
-    if min(min(map(MICROBATCH, order)) for order in orders) < -1:
+    microbatches = [set(map(MICROBATCH, order)) for order in orders]
+    if min(map(min, microbatches)) < -1:
         return None
     # Rank 0 stands for all: a rank with other kinds is incomplete.
     kinds = set(map(KIND, orders[0]))
     return ActionIds(
         Wiring(links, ranks),
-        m=1 + max(max(map(MICROBATCH, order)) for order in orders),
+        m=1 + max(map(max, microbatches)),
         has_weights=Kind.W in kinds,
         has_transfers=not kinds.isdisjoint((*SENDS, *RECVS)),
         has_reduces=Kind.REDUCE in kinds,

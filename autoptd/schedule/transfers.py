@@ -27,7 +27,7 @@ from operator import itemgetter
 
 from autoptd.ir.actions import COMPUTES, SENDS, Action, Kind, Orders, ranks_of_stages
 from autoptd.schedule.simulate import simulate
-from autoptd.schedule.wiring import Link, Wiring, partner
+from autoptd.schedule.wiring import PARTNER, Link, Wiring
 
 # Kinds of actions that come before their stage's REDUCE.
 GRADIENTS = (Kind.B, Kind.W, Kind.SEND_B)
@@ -41,19 +41,19 @@ def add_transfers(orders: Sequence[Sequence[Action]], links: Sequence[Link]) -> 
     """
     wiring = Wiring(links, ranks_of_stages(orders))
     computes = [list(filter(_is_compute, order)) for order in orders]
-    sends: dict[tuple[Kind, int], list[tuple[Kind, int]]] = {}
-    for action in chain.from_iterable(computes):
-        if (action.kind, action.stage) not in sends:
-            after = wiring.sends_after(Action(action.kind, action.stage, 0))
-            sends[action.kind, action.stage] = [(send.kind, send.peer) for send in after]
     woven: Orders = [[] for _ in computes]
+    # By kind and stage of a computation: of every send after it, its kind, its peer, and the peer's order.
+    sends: dict[tuple[Kind, int], list[tuple[Kind, int, list[Action]]]] = {}
+    for kind, stage in set(map(itemgetter(0, 1), chain.from_iterable(computes))):
+        after = wiring.sends_after(Action(kind, stage, 0))
+        sends[kind, stage] = [(send.kind, send.peer, woven[wiring.ranks[send.peer]]) for send in after]
     for rank, action in _as_they_end(computes, links):
+        _, stage, microbatch, _ = action
         woven[rank].append(action)
-        for kind, peer in sends[action.kind, action.stage]:
-            send = Action(kind, action.stage, action.microbatch, peer)
-            woven[rank].append(send)
+        for kind, peer, order in sends[action.kind, stage]:
+            woven[rank].append(Action(kind, stage, microbatch, peer))
             # Both ends at once, so that all ranks follow the one order of the simulation.
-            woven[wiring.ranks[peer]].append(partner(send))
+            order.append(Action(PARTNER[kind], peer, microbatch, stage))
     if not has_reduces(orders):
         return add_reduces(woven)
     return [_keep_reduces(order, given) for order, given in zip(woven, orders, strict=True)]
@@ -70,32 +70,30 @@ def _as_they_end(computes: Orders, links: Sequence[Link]) -> list[tuple[int, Act
     by descending), so that the receive is posted ahead of the receiver's computation at that time.
     """
     ends = simulate(computes, links=links).ends
-    found = []
+    found, forward = [], Kind.F
     for rank, (order, row) in enumerate(zip(computes, ends, strict=True)):
         for action, end in zip(order, row, strict=True):
-            is_forward = action.kind is Kind.F
-            place = action.stage if is_forward else -action.stage
-            found.append((end, not is_forward, place, rank, action))
-    found.sort(key=itemgetter(0, 1, 2))
+            kind, stage, _, _ = action
+            found.append((end, kind is not forward, stage if kind is forward else -stage, rank, action))
+    # A stage has one computation at a time, so that actions are never compared.
+    found.sort()
     return [(rank, action) for _, _, _, rank, action in found]
 
 
 def has_reduces(orders: Sequence[Sequence[Action]]) -> bool:
     """Tell whether the orders contain REDUCE."""
-    return any(action.kind is Kind.REDUCE for order in orders for action in order)
+    return any(Kind.REDUCE in map(itemgetter(0), order) for order in orders)
 
 
 def add_reduces(orders: Sequence[Sequence[Action]]) -> Orders:
     """Return the orders with a REDUCE after the last B, W and SEND_B of every stage."""
     reduced: Orders = []
     for order in orders:
-        last = {action.stage: index for index, action in enumerate(order) if action.kind in GRADIENTS}
-        after = {index: Action(Kind.REDUCE, stage) for stage, index in last.items()}
-        reduced.append([])
-        for index, action in enumerate(order):
-            reduced[-1].append(action)
-            if index in after:
-                reduced[-1].append(after[index])
+        last = {stage: index for index, (kind, stage, _, _) in enumerate(order) if kind in GRADIENTS}
+        reduced.append(list(order))
+        # From the end, so that the other indices stay valid.
+        for index, stage in sorted(((index, stage) for stage, index in last.items()), reverse=True):
+            reduced[-1].insert(index + 1, Action(Kind.REDUCE, stage))
     return reduced
 
 

@@ -17,15 +17,14 @@ from torch.fx import Graph, Node
 
 from autoptd.codegen.body import collective_bytes, conversion_work
 from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses
-from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import Mesh, joined
-from autoptd.ir.notes import note, op_name, ops, tensor
+from autoptd.ir.notes import note, op_name, ops, ops_of_stages, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
-from autoptd.program.buckets import BucketPlan, busy_axes, plan_each
+from autoptd.program.buckets import BucketPlan, busy_axes
 from autoptd.program.calls import AGAIN, check_call_order, joint_axis
-from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
+from autoptd.program.specs import GATHER, Collective, TransferBuffer, UpdatePart
 
 # The site of `runtime/step/per_step.py`.
 UPDATE_SITE = "buffer updates"
@@ -47,16 +46,16 @@ def collectives(
     graph: Graph,
     options: Options,
     buffers: Sequence[TransferBuffer],
-    params: tuple[ParamSpec, ...],
-    orders: Orders,
+    plans: Sequence[Sequence[BucketPlan]],
+    ranks: Sequence[int],
     update_parts: Sequence[UpdatePart] = (),
 ) -> list[Collective]:
     """List everything that is communicated, per microbatch and per step, with payload bytes and the reason.
 
+    `plans` are the buckets of every pipeline rank, `ranks` the pipeline rank of every stage.
     InternalError where two ranks of a group would make their calls in different orders.
     """
     calls, mesh = [], options.mesh
-    ranks = ranks_of_stages(orders)
     for node in ops(graph):
         # A node that several stages compute communicates on each of them.
         for stage in note(node).stages:
@@ -72,8 +71,8 @@ def collectives(
     for buffer in buffers:
         calls += _transfer(buffer, ranks, mesh)
     # The runtime derives the same plans from the program, so that this list matches the calls that run.
-    busy = busy_axes(calls)
-    buckets = plan_each(params, orders, ranks, mesh, range(mesh.pipeline_ranks), busy)
+    busy = frozenset(busy_axes(calls))
+    buckets = [[dataclasses.replace(plan, busy=busy) for plan in row] for row in plans]
     calls += _step_collectives(graph, options, buckets, ranks)
     calls += _update_sums(update_parts, options)
     check_call_order(calls, buckets, mesh)
@@ -225,11 +224,11 @@ def _step_collectives(
     graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
 ) -> list[Collective]:
     """Return the collectives once per step: sums over inputs, label counts, gradient sums, the loss."""
-    mesh = options.mesh
+    mesh, of_stage = options.mesh, ops_of_stages(graph)
     calls = []
     for stage, rank in enumerate(ranks):
-        calls += _batch_sums(graph, stage, rank, mesh)
-        calls += _label_count(graph, stage, rank, mesh)
+        calls += _batch_sums(of_stage[stage], stage, rank, mesh)
+        calls += _label_count(of_stage[stage], stage, rank, mesh)
     for rank, plans in enumerate(buckets):
         for plan in plans:
             calls += _bucket_sums(plan, rank, ranks, mesh)
@@ -239,9 +238,9 @@ def _step_collectives(
     return [call for call in calls if call.group_size > 1]
 
 
-def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+def _label_count(nodes: list[Node], stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """Return the counts of labels that weighted means divide by."""
-    counted = counted_losses([node for node in ops(graph) if stage in note(node).stages])
+    counted = counted_losses(nodes)
     if not counted:
         return []
     calls = []
@@ -254,13 +253,12 @@ def _label_count(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collec
     return calls + _known_before(COUNT_SITE, "label count", len(counted), why, stage, rank, mesh)
 
 
-def _batch_sums(graph: Graph, stage: int, rank: int, mesh: Mesh) -> list[Collective]:
+def _batch_sums(nodes: list[Node], stage: int, rank: int, mesh: Mesh) -> list[Collective]:
     """Return the sums over the batch, and the largest entries, of values that depend on inputs only; one call
     per round.
     """
     calls = []
-    here = [node for node in ops(graph) if stage in note(node).stages]
-    for sums in batch_sums(here):
+    for sums in batch_sums(nodes):
         for conversion, what in (("batch sums", "sums over"), ("batch maxima", "largest entries of")):
             own = [node for node in sums if (note(node).rows.is_largest) == (conversion == "batch maxima")]
             # A largest entry travels with a flag for NaN.

@@ -1,6 +1,6 @@
 """Texts in emitted files besides the code: the plan, a legend, the sums once per step.
 
-In: options, batch, parameters and orders. Out: an `About` per stage, which codegen writes at the head and
+In: options, batch, buckets of gradients and ranks of stages. Out: an `About` per stage, which codegen writes at the head and
 the end of the stage's file.
 """
 
@@ -10,11 +10,9 @@ from collections.abc import Sequence
 
 from autoptd.codegen.files import About
 from autoptd.compiler.batch import Batch
-from autoptd.ir.actions import Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES
 from autoptd.options import PRECISIONS, Options
-from autoptd.program.buckets import plan_each, stage_sums
-from autoptd.program.specs import ParamSpec
+from autoptd.program.buckets import BucketPlan, stage_sums
 
 ABOUT_TYPES = "I invariant, R replicated (partial gradient), P partial sum, S sharded; p_to_i: P to I."
 ABOUT_COLLECTIVES = (
@@ -23,16 +21,21 @@ ABOUT_COLLECTIVES = (
 
 
 def about_stages(
-    options: Options, batch: Batch, params: tuple[ParamSpec, ...], orders: Orders, wgrad_sink: str
+    options: Options,
+    batch: Batch,
+    buckets: Sequence[Sequence[BucketPlan]],
+    ranks: tuple[int, ...],
+    wgrad_sink: str,
 ) -> list[About]:
-    """Return the texts of every stage's file; `wgrad_sink` is what takes weight gradients (see `Context`)."""
-    ranks = ranks_of_stages(orders)
-    mesh = options.mesh
-    buckets = plan_each(params, orders, ranks, mesh, range(mesh.pipeline_ranks))
+    """Return the texts of every stage's file.
+
+    `buckets` are those of every pipeline rank, `ranks` the pipeline rank of every stage, `wgrad_sink` what takes weight
+    gradients (see `Context`).
+    """
     stages = []
     for stage, rank in enumerate(ranks):
         header = about(options, batch, ranks, stage, wgrad_sink)
-        sums = stage_sums(buckets[rank], stage, mesh)
+        sums = stage_sums(buckets[rank], stage, options.mesh)
         stages.append(About(header, ABOUT_COLLECTIVES, ranks, sums))
     return stages
 

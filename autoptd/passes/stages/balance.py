@@ -181,26 +181,52 @@ def _balance(table: Table, per_stage: Sequence[Array]) -> Array | None:
 
     `per_stage` has a table of costs for each stage, infinite for stages that are not allowed.
     """
+    if table.size <= len(per_stage):
+        return None
+    even = table.even(len(per_stage))
+    bound = max(stage[i, j] for stage, i, j in zip(per_stage, even, even[1:], strict=False))
     # costliest[j]: the least cost of the costliest stage, if the stages so far end at boundary j.
     costliest = np.full(table.size, np.inf)
     costliest[0] = 0.0
-    for stage in per_stage:
-        costliest = np.maximum(costliest[:, None], stage).min(0)
+    for band in _bands(per_stage, bound):
+        costliest = np.maximum(_before(costliest, band), band).min(1)
     if not np.isfinite(costliest[-1]):
         return None
-    limit = costliest[-1] * SLACK
     # The same for the sum of squares, with no stage above the limit; `starts` leads back to the boundaries.
     squares = np.full(table.size, np.inf)
     squares[0] = 0.0
     starts = []
-    for stage in per_stage:
-        sums = squares[:, None] + np.square(np.where(stage <= limit, stage, np.inf))
-        starts.append(sums.argmin(0))
-        squares = sums.min(0)
+    for band in _bands(per_stage, costliest[-1] * SLACK):
+        sums = _before(squares, band) + np.square(band)
+        starts.append(sums.argmin(1) - band.shape[1])
+        squares = sums.min(1)
     ends = [table.size - 1]
     for start in reversed(starts):
-        ends.append(int(start[ends[-1]]))
+        ends.append(ends[-1] + int(start[ends[-1]]))
     return np.array(ends[::-1])
+
+
+def _bands(per_stage: Sequence[Array], limit: float) -> list[Array]:
+    """Return for every stage its costs [j, k] from boundary j - width + k to boundary j, infinite above the limit."""
+    # Stages often share a table.
+    tables = {id(costs): costs for costs in per_stage}
+    bands = {key: _band(costs, limit) for key, costs in tables.items()}
+    return [bands[id(costs)] for costs in per_stage]
+
+
+def _band(costs: Array, limit: float) -> Array:
+    end = np.arange(len(costs))[:, None]
+    # As long as the longest stage within the limit.
+    width = max(1, int((end.T - np.where(costs <= limit, end, end.T).min(0)).max()))
+    begin = end - width + np.arange(width)
+    return np.where((begin >= 0) & (costs[begin, end] <= limit), costs[begin, end], np.inf)
+
+
+def _before(values: Array, band: Array) -> Array:
+    """Return the values [j, k] of boundaries j - width + k."""
+    width = band.shape[1]
+    padded = np.concatenate([np.full(width, np.inf), values[:-1]])
+    return np.lib.stride_tricks.sliding_window_view(padded, width)
 
 
 def _every(table: Table) -> Array | None:
@@ -216,12 +242,12 @@ def _improve(table: Table, starts: Sequence[Array]) -> Array:
     """Try all combinations if they are few; otherwise move cuts, from each start, as long as the score falls."""
     candidates = _every(table)
     if candidates is None:
-        candidates = np.stack([_descend(table, ends) for ends in starts])
+        moves = _moves(len(table.ranks) + 1)
+        candidates = np.stack([_descend(table, ends, moves) for ends in starts])
     return candidates[_best(_score(table, candidates))]  # type: ignore[no-any-return]
 
 
-def _descend(table: Table, ends: Array) -> Array:
-    moves = _moves(len(ends))
+def _descend(table: Table, ends: Array, moves: Array) -> Array:
     score = _score(table, ends[None])[0]
     while True:
         tried = ends + moves
@@ -260,20 +286,18 @@ def _moves(count: int) -> Array:
 
     Runs of neighboring cuts move by up to three positions either way; if cuts are few, any two move by one position.
     """
-    inner = range(1, count - 1)
+    inner, at = range(1, count - 1), np.arange(count)
     has_all = count <= MAX_BOUNDARIES_FOR_ALL_MOVES
-    reaches = (-3, -2, -1, 1, 2, 3) if has_all else (-1, 1)
-    moves = []
-    for first, last in combinations_with_replacement(inner, 2):
-        step = np.zeros(count, dtype=int)
-        step[first : last + 1] = 1
-        moves += [step * reach for reach in reaches]
+    reaches = np.array([-3, -2, -1, 1, 2, 3] if has_all else [-1, 1])[:, None]
+    ends = np.array(list(combinations_with_replacement(inner, 2))).reshape(-1, 2, 1, 1)
+    runs = (reaches * ((at >= ends[:, 0]) & (at <= ends[:, 1]))).reshape(-1, count)
+    pairs = []
     for first, last in combinations(inner, 2) if has_all else ():
         for a, b in ((1, 1), (1, -1), (-1, 1), (-1, -1)):
             step = np.zeros(count, dtype=int)
             step[first], step[last] = a, b
-            moves.append(step)
-    return np.array(moves, dtype=int).reshape(-1, count)
+            pairs.append(step)
+    return np.concatenate([runs, np.array(pairs, dtype=int).reshape(-1, count)])
 
 
 def _order(scores: Array) -> Array:
@@ -333,6 +357,16 @@ class Table:
             self._add_value(value)
         self.shared = [(nbytes, self._has(readers)) for nbytes, readers in line.shared]
         self.working = np.asarray(line.working or np.zeros(int(self.ranks.max()) + 1), dtype=float)
+
+    def even(self, count: int) -> Array:
+        """Return boundaries of `count` stages with about equal seconds."""
+        ends, number = (
+            np.searchsorted(self.work, np.linspace(0, self.work[-1], count + 1)),
+            np.arange(count + 1),
+        )
+        ends[-1] = self.size - 1
+        ascending = np.maximum.accumulate(ends - number) + number
+        return np.minimum(ascending, self.size - 1 - number[::-1])
 
     def _sums_before(self, of_operators: Sequence[float]) -> Array:
         """Sum over the operators before every boundary; a stage has the difference of two of these sums."""
@@ -429,13 +463,17 @@ class Table:
 
     def per_rank(self, stages: Array) -> Array:
         """Sum values of stages over the stages of every rank."""
-        sums = np.zeros((*stages.shape[:-1], int(self.ranks.max()) + 1))
-        for k, rank in enumerate(self.ranks):
-            sums[..., rank] += stages[..., k]
-        return sums
+        # A row per stage: much faster to add than columns.
+        rows = np.ascontiguousarray(np.moveaxis(stages, -1, 0))
+        sums = np.zeros((int(self.ranks.max()) + 1, *rows.shape[1:]))
+        for rank, row in zip(self.ranks, rows, strict=True):
+            sums[rank] += row
+        return np.moveaxis(sums, 0, -1)
 
     def _of_stages(self, levels: Array, ends: Array) -> Array:
         of_stages = np.stack([np.diff(sums[ends], axis=-1) for sums in levels])
+        if len(levels) == 1:
+            return of_stages[0]  # type: ignore[no-any-return]
         return _at_level(of_stages, self.levels(ends)[..., self.ranks])
 
     def _once(self, ends: Array) -> Array:
