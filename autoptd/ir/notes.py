@@ -399,9 +399,12 @@ def copy_nodes(graph: Graph) -> tuple[Graph, dict[Node, Node]]:
     for node in graph.nodes:
         # Not `node_copy`: it searches all arguments for symbols, and there are none.
         copied = new.create_node(node.op, node.target, name=node.name, type_expr=node.type)
-        copied.args, copied.kwargs = map_arg(node.args, copy_of), map_arg(node.kwargs, copy_of)
+        # Assigning an attribute of a node is slow: not where nothing changes.
+        copied.args = map_arg(node.args, copy_of)
+        if node.kwargs:
+            copied.kwargs = map_arg(node.kwargs, copy_of)
         # Meta shares no record: annotating the copy would change the original.
-        copied.meta = dict(node.meta)
+        copied.meta.update(node.meta)
         if KEY in copied.meta:
             copied.meta[KEY] = copied.meta[KEY].copy()
         mapping[node] = copied

@@ -243,23 +243,25 @@ def find_backbone(graph: Graph) -> list[Node]:
 def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:
     """Return the cut points, ascending; between two GEMMs at most two: inside a layer and between layers."""
     last_use = _last_uses(backbone)
-    gemms = [i for i, node in enumerate(backbone) if flops(node)]
+    is_gemm = [bool(flops(node)) for node in backbone]
+    gemms = [i for i, is_product in enumerate(is_gemm) if is_product]
     norms = _inside_norms(backbone)
     # By the number of GEMMs before the point, and whether it lies between layers.
     best: dict[tuple[int, bool], Point] = {}
-    # The values that a cut after operator i would have to send.
-    alive: list[int] = []
+    # The values that a cut after operator i would have to send, with their bytes.
+    alive: dict[int, float] = {}
     gemms_before = 0
     for i in range(len(backbone) - 1):
-        alive = [j for j in [*alive, i] if last_use[j] > i]
-        gemms_before += bool(flops(backbone[i]))
+        alive[i] = local_payload(backbone[i], mesh)
+        alive = {j: nbytes for j, nbytes in alive.items() if last_use[j] > i}
+        gemms_before += is_gemm[i]
         if i in norms:
             continue
         # A tuple, such as the pieces of a split, cannot be sent.
         if not gemms or not gemms[0] <= i < gemms[-1] or not all(is_tensor(backbone[j]) for j in alive):
             continue
         between_layers = layer_of(note(backbone[i]).module) != layer_of(note(backbone[i + 1]).module)
-        nbytes = sum(local_payload(backbone[j], mesh) for j in alive)
+        nbytes = sum(alive.values())
         key = (gemms_before, between_layers)
         if key not in best or nbytes < best[key].nbytes:
             best[key] = Point(i, nbytes, between_layers)

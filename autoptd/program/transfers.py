@@ -31,6 +31,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -80,7 +81,11 @@ class _Planner:
 
     def _ranks(self, stage: int) -> list[int]:
         """Return the ranks that compute a stage, ordered so that those of two stages pair up as peers."""
-        return self.mesh.ranks_at(self.ranks[stage])
+        return self._rows[self.ranks[stage]]
+
+    @cached_property
+    def _rows(self) -> list[list[int]]:
+        return [self.mesh.ranks_at(place) for place in range(self.mesh.pipeline_ranks)]
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
         """Return the bytes per second of the slowest of some groups of ranks."""

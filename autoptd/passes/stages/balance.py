@@ -18,6 +18,7 @@ the others as at level 1.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, combinations_with_replacement
@@ -353,8 +354,11 @@ class Table:
         self.whole = max(float(self.work[-1]), 1e-30)
         self.size = len(self.at)
         self.links = np.zeros((self.size, self.size))
-        for value in line.values:
-            self._add_value(value)
+        made = np.searchsorted(self.at, [value.made for value in line.values], side="right")
+        read = np.searchsorted(self.at, [value.reads[-1] for value in line.values], side="right")
+        for value, first, last in zip(line.values, made.tolist(), read.tolist(), strict=True):
+            if first < last:
+                self._add_value(value, first, last)
         self.shared = [(nbytes, self._has(readers)) for nbytes, readers in line.shared]
         self.working = np.asarray(line.working or np.zeros(int(self.ranks.max()) + 1), dtype=float)
 
@@ -373,20 +377,18 @@ class Table:
         per_operator = of_operators if len(of_operators) else np.zeros(int(self.at[-1]))
         return np.concatenate([[0.0], np.cumsum(per_operator)])[self.at]
 
-    def _add_value(self, value: Value) -> None:
+    def _add_value(self, value: Value, first: int, last: int) -> None:
         """Add the seconds of a value to every stage that sends or receives it.
 
-        A stage that makes it and ends before its last reader sends it; a later stage with a reader receives it.
+        A stage that makes it and ends before its last reader sends it; a later stage with a reader receives it. The
+        boundaries `first` to `last` - 1 lie between.
         """
-        first, last = np.searchsorted(self.at, [value.made, value.reads[-1]], side="right")
-        if first == last:
-            return
         # Stages that begin before it is made and end before it is last read.
         self.links[:first, first:last] += value.seconds
         # Stages that begin after it is made, and reach the next reader from there.
         for i in range(first, last):
-            reader = value.reads[np.searchsorted(value.reads, self.at[i])]
-            self.links[i, np.searchsorted(self.at, reader, side="right") :] += value.seconds
+            reader = value.reads[bisect_left(value.reads, self.at[i])]
+            self.links[i, bisect_right(self.at, reader) :] += value.seconds
 
     def _has(self, readers: tuple[int, ...]) -> Array:
         """Tell for every stage (i, j) whether it has one of these operators."""
