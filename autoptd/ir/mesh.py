@@ -297,23 +297,11 @@ class Mesh:
 
     def group(self, rank: int, axes: Sequence[str]) -> tuple[int, ...]:
         """Return the ranks that differ from `rank` only along `axes`, in ascending order, `rank` included."""
-        first, offsets = self._group(rank, axes)
-        return tuple(first + offset for offset in offsets)
-
-    def _group(self, rank: int, axes: Sequence[str]) -> tuple[int, tuple[int, ...]]:
-        """Return the first rank of a group, and the distances of all from it, in ascending order."""
-        known = self._offsets.get(key := tuple(axes))
-        if known is None:
-            along = [(self.stride(axis), self.degree(axis)) for axis in axes]
-            steps = [range(0, stride * degree, stride) for stride, degree in along]
-            known = self._offsets[key] = along, tuple(sorted(map(sum, product(*steps))))
+        along = [(self.stride(axis), self.degree(axis)) for axis in axes]
         # The member at 0 along all of `axes`, from which the others are counted.
-        along, offsets = known
-        return rank - sum(rank // stride % degree * stride for stride, degree in along), offsets
-
-    @cached_property
-    def _offsets(self) -> dict[tuple[str, ...], tuple[list[tuple[int, int]], tuple[int, ...]]]:
-        return {}
+        first = rank - sum(rank // stride % degree * stride for stride, degree in along)
+        steps = [range(0, stride * degree, stride) for stride, degree in along]
+        return tuple(sorted(first + sum(offsets) for offsets in product(*steps)))
 
     def groups(self, axes: Sequence[str]) -> list[tuple[int, ...]]:
         """Return all groups along `axes`, in a fixed order; together they contain every rank once."""
@@ -386,8 +374,7 @@ class Mesh:
 
     def at_stage(self, rank: int, pipeline_rank: int) -> int:
         """Return the rank at another position in the pipeline of `rank`."""
-        first, offsets = self._group(rank, self.stage_axes)
-        return first + offsets[pipeline_rank]
+        return self.group(rank, self.stage_axes)[pipeline_rank]
 
     def ranks_at(self, pipeline_rank: int) -> list[int]:
         """Return the ranks at one position of all pipelines, in corresponding order."""

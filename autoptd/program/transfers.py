@@ -64,9 +64,9 @@ class _Planner:
         if self.p2p == "scatter_gather":
             return t, f"1/{t} each: p2p='scatter_gather'"
         # All peers send at once, so the slowest pair decides.
-        link = self._bandwidth(list(zip(self._ranks(source), self._ranks(target), strict=True)))
-        gathering = [self.mesh.group(rank, self.mesh.value_axes) for rank in self._ranks(target)]
-        gather = self._bandwidth(gathering)
+        place, other = self.ranks[source], self.ranks[target]
+        link = self._bandwidth(list(zip(self._rows[place], self._rows[other], strict=True)))
+        gather = self._gathers[other]
         # Compare the seconds of both; scattering has one more call.
         whole = nbytes / link
         scattered = nbytes / t / link + wire_bytes("all-gather", nbytes, t) / gather + self.machine.message
@@ -79,13 +79,16 @@ class _Planner:
         """
         return 2 * nbytes / self.machine.memory_bandwidth < self.machine.message
 
-    def _ranks(self, stage: int) -> list[int]:
-        """Return the ranks that compute a stage, ordered so that those of two stages pair up as peers."""
-        return self._rows[self.ranks[stage]]
-
     @cached_property
     def _rows(self) -> list[list[int]]:
+        """The ranks at every pipeline rank, ordered so that those of two of them pair up as peers."""
         return [self.mesh.ranks_at(place) for place in range(self.mesh.pipeline_ranks)]
+
+    @cached_property
+    def _gathers(self) -> list[float]:
+        """The bytes per second of a gather at every pipeline rank."""
+        axes = self.mesh.value_axes
+        return [self._bandwidth([self.mesh.group(rank, axes) for rank in row]) for row in self._rows]
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
         """Return the bytes per second of the slowest of some groups of ranks."""

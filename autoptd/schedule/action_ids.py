@@ -43,11 +43,11 @@ class ActionIds:
 
     def of(self, order: Sequence[Action]) -> list[int]:
         """Return the id of every action; -1 for one that the schedule does not have."""
-        first_of = {row: number * self.width + 1 for row, number in self.row_of.items()}.get
+        width, row_of = self.width, self.row_of
         ids = []
         for kind, stage, microbatch, peer in order:
-            first = first_of((kind, stage, peer))
-            ids.append(-1 if first is None else first + microbatch)
+            row = row_of.get((kind, stage, peer))
+            ids.append(-1 if row is None else row * width + microbatch + 1)
         return ids
 
     def expected(self, rank: int) -> set[int]:
