@@ -102,7 +102,9 @@ def _most_in_flight(
 ) -> list[float]:
     """Return the bytes of the activations that every rank holds at its peak."""
     most = [0.0] * (max(ranks) + 1)
-    stages = [[stage for stage, own in enumerate(ranks) if own == rank] for rank in range(len(most))]
+    stages: list[list[int]] = [[] for _ in most]
+    for stage, rank in enumerate(ranks):
+        stages[rank].append(stage)
     for moment in live:
         # Each moment counts the microbatches in flight on the stages of one rank only.
         rank = ranks[moment.index(max(moment))]

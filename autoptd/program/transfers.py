@@ -32,6 +32,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import repeat
 
 import torch
 
@@ -87,8 +88,8 @@ class _Planner:
     @cached_property
     def _gathers(self) -> list[float]:
         """The bytes per second of a gather at every pipeline rank."""
-        axes = self.mesh.value_axes
-        return [self._bandwidth([self.mesh.group(rank, axes) for rank in row]) for row in self._rows]
+        group, axes = self.mesh.group, self.mesh.value_axes
+        return [self._bandwidth([*map(group, row, repeat(axes))]) for row in self._rows]
 
     def _bandwidth(self, groups: Sequence[Sequence[int]]) -> float:
         """Return the bytes per second of the slowest of some groups of ranks."""

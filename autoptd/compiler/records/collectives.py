@@ -72,7 +72,9 @@ def collectives(
         calls += _transfer(buffer, ranks, mesh)
     # The runtime derives the same plans from the program, so that this list matches the calls that run.
     busy = frozenset(busy_axes(calls))
-    buckets = [[dataclasses.replace(plan, busy=busy) for plan in row] for row in plans]
+    buckets = []
+    for row in plans:
+        buckets.append([dataclasses.replace(plan, busy=busy) for plan in row])
     calls += _step_collectives(graph, options, buckets, ranks)
     calls += _update_sums(update_parts, options)
     check_call_order(calls, buckets, mesh)
