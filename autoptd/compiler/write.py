@@ -15,7 +15,7 @@ from torch.fx import Graph
 from autoptd import codegen, schedule
 from autoptd.compiler.batch import Batch
 from autoptd.compiler.compiled import Compiled
-from autoptd.compiler.records.collectives import collectives
+from autoptd.compiler.records.collectives import buckets_of_ranks, collectives
 from autoptd.compiler.records.header import about_stages
 from autoptd.compiler.records.plan import costs_of, plan_record
 from autoptd.compiler.records.specs import (
@@ -32,7 +32,6 @@ from autoptd.ir.scopes import activity
 from autoptd.passes.context import Context
 from autoptd.passes.runner import Record
 from autoptd.passes.solve.fallbacks import unlisted_operators
-from autoptd.program.buckets import plan_each
 from autoptd.program.transfers import plan_transfers
 
 
@@ -57,7 +56,7 @@ class Writer:
             crossings, ctx.ranks, options.mesh, options.ranks.p2p, options.rank_machine
         )
         params, parts = param_specs(graph, captured, options, self.handed), update_parts(updates)
-        buckets = plan_each(params, orders, ctx.ranks, options.mesh, range(options.mesh.pipeline_ranks))
+        buckets = buckets_of_ranks(params, orders, ctx.ranks, options.mesh)
         about = about_stages(options, self.batch, buckets, ctx.ranks, ctx.wgrad_sink)
         with activity("write stage files", is_brief=True):
             files = codegen.write_program(graph, options.mesh, crossing, about, updates)

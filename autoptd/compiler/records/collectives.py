@@ -17,14 +17,15 @@ from torch.fx import Graph, Node
 
 from autoptd.codegen.body import collective_bytes, conversion_work
 from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses
+from autoptd.ir.actions import Orders
 from autoptd.ir.mesh import Mesh, joined
 from autoptd.ir.notes import note, op_name, ops, ops_of_stages, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
-from autoptd.program.buckets import BucketPlan, busy_axes
+from autoptd.program.buckets import BucketPlan, busy_axes, plan_each
 from autoptd.program.calls import AGAIN, check_call_order, joint_axis
-from autoptd.program.specs import GATHER, Collective, TransferBuffer, UpdatePart
+from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
 # The site of `runtime/step/per_step.py`.
 UPDATE_SITE = "buffer updates"
@@ -40,6 +41,13 @@ CLASS_REDUCTIONS = {
     "classes_logsumexp": SUMS,
     "classes_argmax": (MAXIMUM, ("position", False, "the first class with the largest score")),
 }
+
+
+def buckets_of_ranks(
+    params: Sequence[ParamSpec], orders: Orders, ranks: Sequence[int], mesh: Mesh
+) -> list[list[BucketPlan]]:
+    """Return the buckets of every pipeline rank."""
+    return plan_each(params, orders, ranks, mesh, range(mesh.pipeline_ranks))
 
 
 def collectives(
