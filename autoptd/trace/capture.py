@@ -216,17 +216,19 @@ def record(
     (these join `whole`), if a check of values has raised (it joins `checks`), or if the forward observes more of
     results than is remembered (then all operators run).
     """
-    recorder, checks.tried = fresh(Casting(autocast)), None
+    recorder, checks.tried, checks.refused = fresh(Casting(autocast)), None, None
     results, known = recorder.results, not recorder.results.run_all
     try:
         with ExitStack() as around:
-            met = around.enter_context(watch_tracing(wrapper, whole))
+            met = around.enter_context(watch_tracing(wrapper, whole, checks))
             around.enter_context(autocast.ambient())
             around.enter_context(torch.enable_grad())
             recorder.record(args, kwargs)
         # A model may have swallowed `Observed` in a bare except.
         others = set() if known and results.run_all else other_functions(met.functions)
         if not others and not (known and results.run_all):
+            if checks.refused is not None:
+                raise checks.refused
             if checks.tried is not None:
                 fact = "raises on the value of a tensor, and the forward catches the exception and continues"
                 raise TraceError(checks.site(), fact, VALUE_REMEDY)

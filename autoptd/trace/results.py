@@ -69,9 +69,6 @@ class Result:
         """Describe a result of a call; Unknown where it has more than metadata."""
         if type(made) is not FakeTensor or not _is_described(made):
             raise Unknown
-        # Sizes that depend on values are symbols, new ones in each call.
-        if any(type(size) is not int for size in (*made.shape, *made.stride())):
-            raise Unknown
         number = next((i for i, one in enumerate(operands) if one is made), None)
         is_view = number is None
         if is_view:

@@ -24,7 +24,7 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Iterator, Set
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,17 +38,25 @@ DRAWN = {torch.rand, torch.rand_like}
 COMPARISONS = {getattr(place, name): name for place in (torch, Tensor) for name in ("gt", "ge", "lt", "le")}
 RANDOM_REMEDY = "switch it off (a probability of 0), or draw outside and pass the numbers as an input"
 Place = tuple[types.CodeType, int]
+Error = TypeVar("Error", bound=Exception)
 
 
 class Checks:
     """Track the checks of a model.
 
-    `passed` are known to end the call when they raise; `tried` has raised in the running trace.
+    `passed` are known to end the call when they raise; `tried` has raised in the running trace. `refused` is the first
+    error by which the running trace was refused.
     """
 
     def __init__(self) -> None:
         self.passed: set[Place] = set()
         self.tried: Place | None = None
+        self.refused: Exception | None = None
+
+    def refuse(self, error: Error) -> Error:
+        """Record an error that refuses the trace: the model may swallow it, and do what it does not do with values."""
+        self.refused = self.refused or error
+        return error
 
     def has_left(self, error: BaseException) -> bool:
         """Tell whether the tried check raised `error`, which left the forward; if so, pass it from now on."""

@@ -3,7 +3,7 @@
 Handled here: tensor hooks, custom autograd functions (`functions.py`), activation checkpoints (traced as plain
 calls), unregistered parameters, single positions used as an index, numbers turned into tensors.
 
-    with watch_tracing(wrapper, whole) as met:
+    with watch_tracing(wrapper, whole, checks) as met:
         recorder.record(args, kwargs)
     whole |= other_functions(met.functions)
 """
@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import CheckpointFunction
 
-from autoptd.compat import FakeTensor, plain_checkpoints, tree_leaves
-from autoptd.errors import TraceError
+from autoptd.compat import DATA_DEPENDENT, FakeTensor, plain_checkpoints, tree_leaves
+from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.subject.storage import attribute_tensors, check_storage, own_containers
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
@@ -72,7 +72,7 @@ class Met:
 
 
 @contextmanager
-def watch_tracing(wrapper: WithLoss, whole: set[Any]) -> Iterator[Met]:
+def watch_tracing(wrapper: WithLoss, whole: set[Any], checks: Checks) -> Iterator[Met]:
     """Trace parts of a model that a graph of operators would drop: custom autograd functions as their forward,
     checkpoints as plain calls, grouped matmuls as ours, batch norms that average over all steps. Refuse tensor hooks.
 
@@ -82,6 +82,13 @@ def watch_tracing(wrapper: WithLoss, whole: set[Any]) -> Iterator[Met]:
 
     # Replaces `Function.apply`: the operators of its forward would be traced, and its backward silently dropped.
     def trace_function(cls: type, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return called(cls, *args, **kwargs)
+        except AutoptdError as error:
+            checks.refuse(error)
+            raise
+
+    def called(cls: type, *args: Any, **kwargs: Any) -> Any:
         # torch's own Function that implements a registered operator: that is one node, with its backward.
         if cls.__module__ == "torch._library.autograd":
             return apply.__func__(cls, *args, **kwargs)
@@ -101,7 +108,8 @@ def watch_tracing(wrapper: WithLoss, whole: set[Any]) -> Iterator[Met]:
         return made
 
     def refuse_hook(self: Tensor, hook: Callable[..., Any]) -> Any:
-        raise TraceError("Tensor.register_hook", "a hook in the forward is not traced", HOOK_REMEDY)
+        fact = "a hook in the forward is not traced"
+        raise checks.refuse(TraceError("Tensor.register_hook", fact, HOOK_REMEDY))
 
     apply, hook = torch.autograd.Function.__dict__["apply"], Tensor.register_hook
     torch.autograd.Function.apply = classmethod(trace_function)  # type: ignore[assignment, method-assign]
@@ -128,7 +136,7 @@ class Operands(TorchFunctionMode):
     ) -> None:
         super().__init__()
         self._model, self._registered, self._writes = model, registered, writes
-        self._branches, self._results = Branches(checks), results
+        self._checks, self._branches, self._results = checks, Branches(checks), results
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self._writes.pause()
@@ -139,6 +147,9 @@ class Operands(TorchFunctionMode):
             made = self._call(func, args, kwargs or {})
             self._branches.see(func, args, made)
             return made
+        except (AutoptdError, *DATA_DEPENDENT) as error:
+            self._checks.refuse(error)
+            raise
         finally:
             self._writes.resume()
 

@@ -48,11 +48,6 @@ MUTATIONS = (
         ("return raising[0] if len(raising) == 1 else None", "return True"),
     ),
     *planted(
-        "autoptd/trace/tensor_values.py",
-        "tests/trace/test_sizes.py",
-        ("self._checks.sizes.see(func, made)", "pass"),
-    ),
-    *planted(
         "autoptd/trace/changes.py",
         "tests/trace/test_caches.py",
         (" and any(x is not None for x in held_in(self._function))", ""),
@@ -100,7 +95,17 @@ MUTATIONS = (
     *planted(
         "autoptd/trace/capture.py",
         "tests/trace/test_sizes.py",
-        ("|unbacked symbols|infer dtype of Sym", ""),
+        (r"|\.numpy\(\) is not supported", ""),
+        ("isinstance(error, DATA_DEPENDENT) or ", ""),
+        # A model that swallows the error.
+        ("            if checks.refused is not None:\n", "            if False:\n"),
+    ),
+    *planted(
+        "autoptd/trace/watch.py",
+        "tests/trace/test_sizes.py",
+        ("            checks.refuse(error)\n", ""),
+        ('raise checks.refuse(TraceError("Tensor.register_hook"', 'raise (TraceError("Tensor.register_hook"'),
+        ("            self._checks.refuse(error)\n", ""),
     ),
     *planted(
         "autoptd/trace/faithful.py",
@@ -218,12 +223,6 @@ MUTATIONS = (
         ("raise TraceError(site(self._in_inference)", "TraceError(site(self._in_inference)"),
     ),
     *planted(
-        "autoptd/trace/record.py",
-        "tests/trace/test_sizes.py",
-        ("held.layout is not torch.strided or any(type(size) is not int for size in held.shape)", "False"),
-        ("            _check_sizes(node)\n", "            pass\n"),
-    ),
-    *planted(
         "autoptd/trace/results.py",
         "tests/trace/test_results.py",
         # What decides what an operator returns.
@@ -276,9 +275,9 @@ MUTATIONS = (
     *planted(
         "autoptd/trace/tensor_values.py",
         "tests/trace/test_sizes.py",
-        ("if not found and name in REMEDIES:", "if False:"),
+        ("if name in REMEDIES or", "if"),
         ("name = CALLED.get(name, name)", "pass"),
-        ("REMEDIES.get(bare, OTHERS)", "OTHERS"),
+        ("REMEDIES.get(name, OTHERS)", "OTHERS"),
     ),
     *planted(
         "autoptd/trace/statistics.py",

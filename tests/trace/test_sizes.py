@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from autoptd.errors import TraceError
 X = torch.randn(8, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 Y = torch.tensor([3, 1, 5, 2, 0, 4, 3, 5])
 Loss = Callable[[Tensor, Tensor], Tensor]
+STRAY = nn.Parameter(torch.ones(6, dtype=torch.float64))
 # By the name in the error.
 FORMS: dict[str, tuple[Loss, ...]] = {
     "bincount": (
@@ -73,6 +75,48 @@ def test_so_is_a_value_that_becomes_a_number(loss: Loss) -> None:
     with pytest.raises(TraceError, match="value of a tensor becomes a Python number") as caught:
         trace.capture(Net(loss), (X, Y), {}, None)
     assert "test_sizes.py:" in caught.value.site and "torch.arange(n) < length" in caught.value.remedy
+
+
+def swallowed(take: Loss) -> Loss:
+    """A loss that does something else where `take` fails."""
+
+    def loss(h: Tensor, y: Tensor) -> Tensor:
+        try:
+            return take(h, y)
+        except BaseException:
+            return h.sum()
+
+    return loss
+
+
+class Scaled(torch.autograd.Function):
+    """Reads state in its backward, which is refused."""
+
+    scale = 2.0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, which: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        return gradient * Scaled.scale, None
+
+
+@pytest.mark.parametrize(
+    "take, fact",
+    [
+        (lambda h, y: h.sum() * int(y.max()), "becomes a Python number"),
+        (lambda h, y: h[y > 2].sum(), "the size of index's result"),
+        (lambda h, y: h.sum() if y.max() > 2 else h.mean(), "becomes a Python number"),
+        (lambda h, y: (h.register_hook(lambda g: 2 * g), h.mean())[1], "a hook in the forward"),
+        (lambda h, y: (h * STRAY).sum(), "not a registered parameter"),
+        (lambda h, y: Scaled.apply(h, y).sum(), "whose later values"),
+    ],
+)
+def test_a_model_that_swallows_the_error_is_refused(take: Loss, fact: str) -> None:
+    with pytest.raises(TraceError, match=fact):
+        trace.capture(Net(swallowed(take)), (X, Y), {}, None)
 
 
 def remedies(h: Tensor, y: Tensor) -> Tensor:
