@@ -35,7 +35,7 @@ from autoptd.trace.functions import other_functions
 from autoptd.trace.normalize import bring_to_traced
 from autoptd.trace.reads import Reads
 from autoptd.trace.record import Recorder, in_model
-from autoptd.trace.results import Observed, Results
+from autoptd.trace.results import Results
 from autoptd.trace.tensor_values import VALUE_REMEDY, Checks, value_error
 from autoptd.trace.watch import (
     Operands,
@@ -224,7 +224,6 @@ def record(
             around.enter_context(autocast.ambient())
             around.enter_context(torch.enable_grad())
             recorder.record(args, kwargs)
-        # A model may have swallowed `Observed` in a bare except.
         others = set() if known and results.run_all else other_functions(met.functions)
         if not others and not (known and results.run_all):
             if checks.refused is not None:
@@ -234,7 +233,7 @@ def record(
                 raise TraceError(checks.site(), fact, VALUE_REMEDY)
             return recorder, tuple(checkpoint_sites(wrapper.model, met.checkpointed))
         whole |= others
-    except (Observed, Exception) as error:
+    except Exception as error:
         if not (known and results.run_all):
             if isinstance(error, AutoptdError):
                 raise

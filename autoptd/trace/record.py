@@ -49,7 +49,7 @@ aten = torch.ops.aten
 IGNORED = (torch.ops.prim.device.default, aten._assert_tensor_metadata.default)
 # Copies of a constant, made by `torch.tensor`.
 COPIES = (aten.lift_fresh_copy.default, aten.detach_.default)
-MADE_REMEDY = "make it with torch operators in the forward, outside of torch.autograd.grad and torch.func"
+MADE_REMEDY = "make it with torch operators in the forward, or register it as a buffer of its module"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,17 +85,21 @@ class Recorder(PreDispatchMode):
         self.graph, self.inputs = Graph(), dict[int, Node]()
         self._wrapper, self._casting, self.results = wrapper, casting, results
         self._first_name = first_name
-        modules = dict(wrapper.named_modules(remove_duplicate=False))
-        self._paths = {id(module): in_model(path) for path, module in modules.items()}
+        # By their first name, as parameters.
+        self._paths = {id(module): in_model(path) for path, module in wrapper.named_modules()}
         # Before the forward, which may assign others. Keeping the tensors alive keeps their ids unique.
         self._held = list(_held_tensors(wrapper))
         self._modules, self._lines = [""], ForwardLines(type(wrapper).forward.__code__)
         # Weak, as torch copies results of operators that are referenced elsewhere.
         self._node_of = WeakTensorKeyDictionary()
         self._shown: dict[Metadata, FakeTensor] = {}
-        self._lifted, self._names = dict[Node, Tensor](), set[str]()
+        self._lifted: dict[Node, Tensor] = {}
+        self._taken = {in_model(path) for path, _ in wrapper.named_buffers(remove_duplicate=False)}
+        self._taken |= {in_model(path) for path, _ in wrapper.named_parameters(remove_duplicate=False)}
+        self._taken |= {path for path, _ in self._held}
         self._mode = FakeTensorMode(allow_non_fake_inputs=True, export=True)
         self._in_inference: Node | None = None
+        self._number = 0
 
     def record(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Call the module, and finish the graph."""
@@ -114,6 +118,7 @@ class Recorder(PreDispatchMode):
                     node = self.graph.placeholder(f"input_{leaf}")
                     self.inputs[leaf] = self._enter(node, Note(kind="input"), leaves[leaf])
             args, kwargs = tree_unflatten(leaves, tree)
+            self.results.begin()
             with self._modules_followed(), self:
                 loss = self._wrapper(*args, **kwargs)
             set_note(self.graph.output(self._operand(loss)), Note(kind="output"))
@@ -153,16 +158,16 @@ class Recorder(PreDispatchMode):
         return node
 
     def _show(self, held: Any) -> Any:
-        """Return the fake value of a node whose result is `held`."""
+        """Return the fake value of a node whose result is `held`, apart from the model's own."""
         if isinstance(held, (list, tuple)):
             return type(held)(map(self._show, held))
-        if not isinstance(held, FakeTensor):
+        if not isinstance(held, Tensor):
             return held
         if held.layout is not torch.strided:
-            return held.detach()
+            return self._mode.from_tensor(held.detach())
         known = Metadata.of(held)
         if known not in self._shown:
-            self._shown[known] = known.make(held.fake_mode)
+            self._shown[known] = known.make(self._mode)
         return self._shown[known]
 
     @contextmanager
@@ -198,16 +203,23 @@ class Recorder(PreDispatchMode):
         # A number that does not depend on the batch: torch has computed it from constants.
         if isinstance(made, (bool, int, float, complex)):
             return made
+        # `x.to(x.dtype)` under no_grad is x, with its gradient.
+        if not torch.is_grad_enabled() and not func._schema.is_mutable and any(made is x for x in args):
+            return made
         node = self.graph.create_node("call_function", target, *operands, name=func.overloadpacket.__name__)
         source, code = self._lines.innermost()
         origin = Origin(without_grad=not torch.is_grad_enabled())
         self._enter(node, Note(module=self._modules[-1], source=source, code=code, origin=origin), made)
         if torch.is_inference_mode_enabled():
             self._in_inference = self._in_inference or node
+        self._enter_pieces(node, made)
+        return made
+
+    def _enter_pieces(self, node: Node, made: Any) -> None:
         for index, piece in enumerate(made if isinstance(made, (list, tuple)) else ()):
             got = self.graph.call_function(operator.getitem, (node, index))
             self._enter(got, note(node).copy(), piece)
-        return made
+            self._enter_pieces(got, piece)
 
     def _operand(self, met: Any) -> Any:
         """Return an argument with tensors replaced by their nodes."""
@@ -231,11 +243,7 @@ class Recorder(PreDispatchMode):
             node = self.graph.placeholder("constant")
         self._lifted[node] = met
         record = Note(kind="buffer", module=self._modules[-1], origin=Origin(constant=met))
-        shown = self._mode.from_tensor(met, static_shapes=True)
-        shown.constant = met
-        node = self._enter(node, record, met)
-        node.meta["val"] = shown
-        return node
+        return self._enter(node, record, met)
 
     def _first_op(self) -> Node | None:
         return next(iter(ops(self.graph)), None)
@@ -260,10 +268,10 @@ class Recorder(PreDispatchMode):
         constant, record = self._lifted[node], note(node)
         name = next((path for path, held in self._held if held is constant), "")
         if not name:
-            number = sum("lifted_tensor" in known for known in self._names)
-            name = f"{record.module}.lifted_tensor_{number}".removeprefix(".")
+            while (name := f"{record.module}.lifted_tensor_{self._number}".removeprefix(".")) in self._taken:
+                self._number += 1
+            self._number += 1
         record.name, record.module = name, ""
-        self._names.add(name)
 
 
 def in_model(path: str) -> str:
@@ -285,6 +293,9 @@ def _detach_regions(graph: Graph) -> None:
     for region in [list(nodes) for without_grad, nodes in regions if without_grad]:
         inner, last = set(region), region[-1]
         for node in region:
+            if _is_write_to_buffer(node):
+                _detach_written(graph, node)
+                continue
             readers = [user for user in node.users if user not in inner]
             if not readers or not _is_floating(value(node)):
                 continue
@@ -292,9 +303,34 @@ def _detach_regions(graph: Graph) -> None:
                 last = graph.call_function(aten.detach.default, (node,))
             for reader in readers:
                 reader.replace_input_with(node, last)
-            last.meta["val"] = value(node)
-            origin = Origin(ends_region=True)
-            set_note(last, Note(module=note(node).module, source=note(node).source, origin=origin))
+            _end_region(last, node, node)
+
+
+def _is_write_to_buffer(node: Node) -> bool:
+    """Tell whether an operator writes to a buffer, or to a view of one: later writes have to reach the same buffer."""
+    if not isinstance(node.target, OpOverload) or not node.target._schema.is_mutable:
+        return False
+    at: Any = node
+    while isinstance(at, Node) and isinstance(at.target, OpOverload):
+        is_same_memory = at.target._schema.is_mutable or at.target.is_view
+        at = at.args[0] if is_same_memory and at.args else None
+    return isinstance(at, Node) and note(at).kind == "buffer"
+
+
+def _detach_written(graph: Graph, node: Node) -> None:
+    """Detach the values that an operator without gradients writes to a buffer."""
+    for given in node.all_input_nodes:
+        if given is not node.args[0] and _is_floating(value(given)):
+            with graph.inserting_before(node):
+                detached = graph.call_function(aten.detach.default, (given,))
+            node.replace_input_with(given, detached)
+            _end_region(detached, given, node)
+
+
+def _end_region(detached: Node, inside: Node, at: Node) -> None:
+    detached.meta["val"] = value(inside)
+    record = Note(module=note(at).module, source=note(at).source, origin=Origin(ends_region=True))
+    set_note(detached, record)
 
 
 def _is_floating(held: Any) -> bool:

@@ -8,8 +8,8 @@ same operand where it is a view, and non-leaf where it has a gradient. All Pytho
     made = results.call(aten.linear.default, (x, weight), {})
 
 Such a result lacks what autograd knows of it: its base, if it is a view, and the operator's own gradient. A forward that
-writes into a tensor with such views, or asks for these (`ASKS_AUTOGRAD`), ends with `Observed`; it is traced again, and
-every operator runs.
+writes into a tensor with such views, or asks for these (`ASKS_AUTOGRAD`), goes on to its end, so that it undoes what it has
+set; then it is traced again, and every operator runs (`run_all`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,12 +27,8 @@ from autoptd.compat import FakeTensor, OpOverload, WithoutDispatch, WithoutDispa
 aten = torch.ops.aten
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Names of torch functions and attributes that show how autograd has made a tensor.
-ASKS_AUTOGRAD = {"grad_fn", "output_nr", "_base", "_is_view", "backward", "grad"}
+ASKS_AUTOGRAD = {"grad_fn", "output_nr", "_base", "_is_view", "_version", "backward", "grad"}
 Key = tuple[Any, ...]
-
-
-class Observed(BaseException):
-    """Signal that the forward observes more of a result than is remembered; models catch Exception."""
 
 
 class Unknown(Exception):
@@ -98,13 +94,17 @@ class Result:
 
 
 class Results:
-    """Call operators, or make their results; once a forward has observed more, all operators run."""
+    """Call operators, or make their results; all operators run if the forward before has observed more."""
 
     def __init__(self) -> None:
         self.run_all = False
         self._known: dict[Key, tuple[type | None, list[Result]]] = {}
         self._viewed: set[int] = set()
-        self._depth: int | None = None
+        self._depth = 0
+
+    def begin(self) -> None:
+        """Note the modes outside of the forward."""
+        self._depth = torch._C._len_torch_dispatch_stack()
 
     def call(self, func: OpOverload, args: Any, kwargs: Any) -> Any:
         """Return what `func(*args, **kwargs)` does."""
@@ -142,10 +142,7 @@ class Results:
 
     def _settings(self) -> Key:
         """Return the settings of torch on which metadata depend; Unknown where the model's code sees every operator."""
-        depth = torch._C._len_torch_dispatch_stack()
-        if self._depth is None:
-            self._depth = depth
-        if depth != self._depth:
+        if torch._C._len_torch_dispatch_stack() != self._depth:
             raise Unknown
         return (
             torch.is_grad_enabled(),
@@ -165,16 +162,11 @@ class Results:
             x = args[number] if number < len(args) else kwargs.get(name)
             for one in x if isinstance(x, (list, tuple)) else [x]:
                 if isinstance(one, Tensor) and self._viewed and _storage(one) in self._viewed:
-                    self._end()
+                    self.run_all = True
 
     def observe(self, func: Any) -> None:
-        """End the forward if it calls a torch function that shows what is not remembered."""
-        if _asks_autograd(func) and not self.run_all:
-            self._end()
-
-    def _end(self) -> NoReturn:
-        self.run_all = True
-        raise Observed
+        """Note whether the forward calls a torch function that shows what is not remembered."""
+        self.run_all |= _asks_autograd(func)
 
 
 @cache

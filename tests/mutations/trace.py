@@ -230,15 +230,16 @@ MUTATIONS = (
         ("            torch.get_default_dtype(),\n", ""),
         ("arg.requires_grad, arg.is_neg())", "arg.is_neg())"),
         ("return kind, arg\n", "return arg\n"),
-        ("        if depth != self._depth:\n", "        if False:\n"),
+        ("if torch._C._len_torch_dispatch_stack() != self._depth:", "if False:"),
+        ("        self._depth = torch._C._len_torch_dispatch_stack()\n", "        self._depth = 0\n"),
         # What a result is.
         ("number = next((i for i, one in enumerate(operands) if one is made), None)", "number = None"),
         (
             "            if not self.requires_grad:\n                return made\n",
             "            return made\n",
         ),
-        ("                    self._end()\n", "                    pass\n"),
-        ("if _asks_autograd(func) and", "if False and"),
+        ("                    self.run_all = True\n", "                    pass\n"),
+        ("self.run_all |= _asks_autograd(func)", "pass"),
         # A result that is found again.
         ("            self._known[key] = kind, found\n", "            pass\n"),
         ("            if not operands:\n                raise Unknown\n", ""),
