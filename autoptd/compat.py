@@ -79,8 +79,11 @@ def load_compiler() -> None:
 
 @contextmanager
 def known_as_traced() -> Iterator[None]:
-    """Let models that ask torch hear that they are traced and exported."""
+    """Let models that ask torch hear that they are traced and exported; what runs is not bound to cuDNN, as in an
+    export.
+    """
     with ExitStack() as around:
+        around.enter_context(torch.backends.cudnn.flags(enabled=False))
         around.enter_context(_replaced(torch.compiler, _is_compiling_flag=True, _is_exporting_flag=True))
         around.enter_context(_replaced(torch.fx._symbolic_trace, _is_fx_tracing_flag=True))
         around.enter_context(_lstm_of_one_shape())

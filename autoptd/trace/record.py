@@ -150,7 +150,7 @@ class Recorder(PreDispatchMode):
                 held.update(tensors)
 
     def _enter(self, node: Node, record: Note, held: Any) -> Node:
-        """Record the value of a node, and what is known of it."""
+        """Record a node, and the tensor that it stands for."""
         set_note(node, record)
         node.meta["val"] = self._show(held)
         if isinstance(held, Tensor):

@@ -36,7 +36,7 @@ class Unknown(Exception):
 
 
 class Gradient(torch.autograd.Function):
-    """Give a new tensor a gradient function, so that it is no leaf."""
+    """Give a new tensor a gradient function, as the results of operators have."""
 
     @staticmethod
     def forward(ctx: Any, source: Tensor, new: list[Tensor]) -> Tensor:  # type: ignore[override]
@@ -165,7 +165,7 @@ class Results:
                     self.run_all = True
 
     def observe(self, func: Any) -> None:
-        """Note whether the forward calls a torch function that shows what is not remembered."""
+        """Note whether the forward calls a torch function that shows more of a result than is remembered."""
         self.run_all |= _asks_autograd(func)
 
 
