@@ -53,6 +53,7 @@ __all__ += [
     "known_as_traced",
     "last_node_number",
     "load_compiler",
+    "new_fake",
     "new_group",
 ]
 __all__ += [
@@ -90,11 +91,22 @@ def known_as_traced() -> Iterator[None]:
         yield
 
 
+def new_fake(
+    mode: FakeTensorMode,
+    size: torch.Size,
+    stride: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> FakeTensor:
+    """Make a fake tensor in new memory, without an operator that modes see."""
+    with WithoutDispatch(), WithoutDispatcher():
+        return FakeTensor(mode, torch.empty_strided(size, stride, dtype=dtype, device="meta"), device)
+
+
 def fake_like(x: torch.Tensor, mode: FakeTensorMode) -> FakeTensor:
     """Make a fake tensor with the metadata of `x`, a leaf, and a parameter if it is one."""
-    with WithoutDispatch(), WithoutDispatcher():
-        meta = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-        made = FakeTensor(mode, meta, x.device)
+    made = new_fake(mode, x.shape, x.stride(), x.dtype, x.device)
+    with WithoutDispatch():
         made.requires_grad_(x.requires_grad)
     if isinstance(x, torch.nn.Parameter):
         made._is_param = True

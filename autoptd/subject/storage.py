@@ -248,7 +248,7 @@ def map_attribute_tensors(model: nn.Module, change: Callable[[Tensor], Tensor]) 
 
 @contextmanager
 def own_containers(model: nn.Module) -> Iterator[None]:
-    """Restore the attributes of modules, whose lists and dicts torch.export replaces by copies."""
+    """Restore the attributes of modules, which a trace marks for its own use."""
     kept = [(vars(module), dict(vars(module))) for module in model.modules()]
     try:
         yield

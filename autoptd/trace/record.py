@@ -14,7 +14,6 @@ import operator
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
@@ -28,11 +27,10 @@ from autoptd.compat import (
     FakeTensorMode,
     OpOverload,
     PreDispatchMode,
-    WithoutDispatch,
-    WithoutDispatcher,
     enable_python_dispatcher,
     fake_like,
     known_as_traced,
+    new_fake,
     tree_flatten,
     tree_unflatten,
     without_modes,
@@ -52,29 +50,10 @@ COPIES = (aten.lift_fresh_copy.default, aten.detach_.default)
 MADE_REMEDY = "make it with torch operators in the forward, or register it as a buffer of its module"
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """Hold the metadata of a fake tensor; nodes of equal metadata share one fake value."""
-
-    size: torch.Size
-    stride: tuple[int, ...]
-    dtype: torch.dtype
-    device: torch.device
-
-    @classmethod
-    def of(cls, x: Tensor) -> Metadata:
-        return cls(x.shape, x.stride(), x.dtype, x.device)
-
-    def make(self, mode: FakeTensorMode) -> FakeTensor:
-        with WithoutDispatch(), WithoutDispatcher():
-            meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
-            return FakeTensor(mode, meta, self.device)
-
-
 class Recorder(PreDispatchMode):
     """Record the operators of one forward of `wrapper`, which has the model as `model`.
 
-    After `run`: `graph`, and `inputs`, the placeholders of tensors in the call, by leaf. `first_name` maps names of
+    After `record`: `graph`, and `inputs`, the placeholders of tensors in the call, by leaf. `first_name` maps names of
     parameters and buffers to the first name of the same tensor.
     """
 
@@ -92,7 +71,8 @@ class Recorder(PreDispatchMode):
         self._modules, self._lines = [""], ForwardLines(type(wrapper).forward.__code__)
         # Weak, as torch copies results of operators that are referenced elsewhere.
         self._node_of = WeakTensorKeyDictionary()
-        self._shown: dict[Metadata, FakeTensor] = {}
+        # By metadata: nodes of equal metadata share one fake value.
+        self._shown: dict[tuple[Any, ...], FakeTensor] = {}
         self._lifted: dict[Node, Tensor] = {}
         self._taken = {in_model(path) for path, _ in wrapper.named_buffers(remove_duplicate=False)}
         self._taken |= {in_model(path) for path, _ in wrapper.named_parameters(remove_duplicate=False)}
@@ -165,9 +145,9 @@ class Recorder(PreDispatchMode):
             return held
         if held.layout is not torch.strided:
             return self._mode.from_tensor(held.detach())
-        known = Metadata.of(held)
+        known = held.shape, held.stride(), held.dtype, held.device
         if known not in self._shown:
-            self._shown[known] = known.make(self._mode)
+            self._shown[known] = new_fake(self._mode, *known)
         return self._shown[known]
 
     @contextmanager

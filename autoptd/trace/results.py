@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autoptd.compat import FakeTensor, OpOverload, WithoutDispatch, WithoutDispatcher
+from autoptd.compat import FakeTensor, OpOverload, WithoutDispatch, WithoutDispatcher, new_fake
 
 aten = torch.ops.aten
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
@@ -79,14 +79,15 @@ class Result:
         """Make the result of a call with other tensors of the same metadata."""
         if self.operand is not None and not self.is_view:
             return operands[self.operand]
+        mode = operands[0].fake_mode
         with WithoutDispatch(), WithoutDispatcher():
             if self.operand is None:
-                meta = torch.empty_strided(self.size, self.stride, dtype=self.dtype, device="meta")
+                made = new_fake(mode, self.size, self.stride, self.dtype, self.device)
             else:
                 storage = operands[self.operand].untyped_storage()
                 empty = torch.empty(0, dtype=self.dtype, device="meta")
-                meta = empty.set_(storage, self.offset, self.size, self.stride)
-            made = FakeTensor(operands[0].fake_mode, meta, self.device)
+                view = empty.set_(storage, self.offset, self.size, self.stride)
+                made = FakeTensor(mode, view, self.device)
             if not self.requires_grad:
                 return made
             source = next(one for one in operands if one.requires_grad)
@@ -155,6 +156,8 @@ class Results:
             tuple(torch._C._get_sdp_priority_order()),
             torch._C._get_mkldnn_enabled(),
             torch._C._get_deterministic_algorithms(),
+            torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+            torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         )
 
     def _check_writes(self, func: OpOverload, args: Any, kwargs: Any) -> None:
