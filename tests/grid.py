@@ -112,6 +112,10 @@ def _pairs(case: Case) -> list[tuple[Any, ...]]:
     return list(itertools.combinations(zip(FACTORS, case, strict=True), 2))
 
 
+def _traced(case: Case) -> tuple[str, int, int]:
+    return case.model, case.m, case.d
+
+
 def run(case: Case) -> None:
     """Verify a case; raises what verify raises."""
     rows = ROWS * case.m * case.d
@@ -185,12 +189,16 @@ def main() -> int:
     cases = grid() + misfits()
     for name, value in (one.split("=") for one in args.only):
         cases = [case for case in cases if str(getattr(case, name)) == value]
-    random.Random(0).shuffle(cases)  # so that a run cut short says something about all
+    random.Random(0).shuffle(cases)  # so that a part, or a run cut short, says something about all
+    cases = cases[part::parts]
+    # Cases of one model and batch follow each other: they share a trace.
+    first = {case: number for number, case in reversed(list(enumerate(map(_traced, cases))))}
+    cases.sort(key=lambda case: first[_traced(case)])
     start, tally = time.monotonic(), Tally()
     with mock.patch.object(trace, "capture", traces.capture):
-        for number, case in enumerate(cases[part::parts]):
+        for number, case in enumerate(cases):
             if time.monotonic() - start > 60 * args.minutes:
-                print(f"stopped: {len(cases[part::parts]) - number} cases were not run")
+                print(f"stopped: {len(cases) - number} cases were not run")
                 break
             if wrong := tally.count(case):
                 print(f"FAILED {case}\n       {wrong}", flush=True)

@@ -54,6 +54,10 @@ def paused_collection() -> Iterator[None]:
         yield
     finally:
         if was_enabled:
+            # Makes them old without a scan, which the first young collection would be.
+            if not gc.get_freeze_count():
+                gc.freeze()
+                gc.unfreeze()
             gc.enable()
 
 
