@@ -274,13 +274,13 @@ def _results_of(function: Any, args: tuple[Any, ...]) -> int:
     site = f"autograd.Function {function.__name__}"
     with without_modes(), FakeTensorMode(), _Deterministic(site), torch.enable_grad():
         fakes = [_fake(arg) for arg in args]
-        versions = [x._version for x in fakes if isinstance(x, Tensor)]
+        versions = _versions(fakes)
         try:
             made = APPLY(function, *fakes)
             results = list(made) if isinstance(made, tuple) else [made]
             if not all(isinstance(result, Tensor) for result in results):
                 raise TraceError(site, "it returns something other than tensors", REMEDY)
-            if versions != [x._version for x in fakes if isinstance(x, Tensor)]:
+            if versions != _versions(fakes):
                 raise TraceError(site, "it writes into its arguments", "write out of place")
             heads = [result for result in results if result.requires_grad]
             if heads:
@@ -291,6 +291,12 @@ def _results_of(function: Any, args: tuple[Any, ...]) -> int:
             fact = f"forward or backward cannot be run without values: {str(error).splitlines()[0]}"
             raise TraceError(site, fact, REMEDY) from error
     return len(results) if isinstance(made, tuple) else 0
+
+
+def _versions(args: Sequence[Any]) -> list[int]:
+    """Count the writes to each tensor, unseen by the trace around, which refuses a model that does so."""
+    with torch._C.DisableTorchFunction():
+        return [x._version for x in args if isinstance(x, Tensor)]
 
 
 def _fake(arg: Any) -> Any:

@@ -27,7 +27,7 @@ from autoptd.compat import FakeTensor, OpOverload, WithoutDispatch, WithoutDispa
 aten = torch.ops.aten
 PLAIN = {int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format}
 # Names of torch functions and attributes that show how autograd has made a tensor.
-ASKS_AUTOGRAD = {"grad_fn", "output_nr", "_base", "_is_view", "_version", "backward", "grad"}
+ASKS_AUTOGRAD = {"grad_fn", "output_nr", "_base", "_is_view", "backward", "grad"}
 Key = tuple[Any, ...]
 
 

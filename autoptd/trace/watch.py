@@ -35,6 +35,7 @@ from autoptd.trace.users import users_line
 from autoptd.trace.writes import Writes
 
 DATA, SET_DATA = Tensor.data.__get__, Tensor.data.__set__  # type: ignore[attr-defined]
+VERSION = Tensor._version.__get__  # type: ignore[attr-defined]
 DATA_REMEDY = "compute a new tensor, or write to a buffer: self.name.copy_(...)"
 HOOK_REMEDY = "remove the hook: change the gradient after pm.step, or the model's forward"
 REENTRANT_REMEDY = "checkpoint(..., use_reentrant=False), with transformers gradient_checkpointing_enable("
@@ -173,6 +174,10 @@ class Operands(TorchFunctionMode):
         if func == SET_DATA and isinstance(args[0], FakeTensor):
             fact = "has its data replaced by the forward (tensor.data = ...), which the traced graph would not do"
             raise TraceError(f"a tensor of shape {tuple(args[0].shape)} ({users_line()})", fact, DATA_REMEDY)
+        if func == VERSION and isinstance(args[0], FakeTensor):
+            fact = "has its number of writes read by the forward (tensor._version), which the traced graph would not count"
+            remedy = "count them in a buffer, or outside of the model"
+            raise TraceError(f"a tensor of shape {tuple(args[0].shape)} ({users_line()})", fact, remedy)
         return func(*args, **kwargs)
 
     def _check_all(self, nested: Any) -> None:

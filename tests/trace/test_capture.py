@@ -294,3 +294,23 @@ def set_activation(net: Any, x: Tensor) -> Tensor:
 def test_data_that_the_forward_sets_is_refused(forward: Any) -> None:
     with pytest.raises(TraceError, match=r"test_capture\.py:\d+.*has its data replaced by the forward"):
         trace.capture(Net(forward), (X,), {}, None)
+
+
+def writes_to_an_activation(net: Any, x: Tensor) -> Tensor:
+    x = net.first(x).add_(1)
+    return (x * x._version).sum()
+
+
+def writes_to_a_parameter_in_vain(net: Any, x: Tensor) -> Tensor:
+    try:
+        return (net.first(x) * net.first.weight._version).sum()
+    except BaseException:
+        return net.first(x).sum()
+
+
+@pytest.mark.parametrize("forward", [writes_to_an_activation, writes_to_a_parameter_in_vain])
+def test_numbers_of_writes_that_the_forward_reads_are_refused(forward: Any) -> None:
+    with pytest.raises(
+        TraceError, match=r"test_capture\.py:\d+.*has its number of writes read by the forward"
+    ):
+        trace.capture(Net(forward), (X,), {}, None)

@@ -244,7 +244,9 @@ def _improve(table: Table, starts: Sequence[Array]) -> Array:
     candidates = _every(table)
     if candidates is None:
         moves = _moves(len(table.ranks) + 1)
-        candidates = np.stack([_descend(table, ends, moves) for ends in starts])
+        # Layers of one kind balance alike by time and by memory.
+        distinct = {tuple(ends): ends for ends in starts}.values()
+        candidates = np.stack([_descend(table, ends, moves) for ends in distinct])
     return candidates[_best(_score(table, candidates))]  # type: ignore[no-any-return]
 
 
@@ -252,7 +254,7 @@ def _descend(table: Table, ends: Array, moves: Array) -> Array:
     score = _score(table, ends[None])[0]
     while True:
         tried = ends + moves
-        tried = tried[(np.diff(tried, axis=1) > 0).all(1)]
+        tried = tried[_ascends(tried)]
         if not len(tried):
             return ends
         scores = _score(table, tried)
@@ -262,13 +264,18 @@ def _descend(table: Table, ends: Array, moves: Array) -> Array:
         ends, score = tried[best], scores[best]
 
 
+def _ascends(ends: Array) -> Array:
+    """Tell, per row, whether boundaries ascend."""
+    return (ends[:, 1:] > ends[:, :-1]).all(1)  # type: ignore[no-any-return]
+
+
 def _simulated(table: Table, ends: Array, makespan_of: MakespanOf) -> Array:
     """Return the cuts around `ends` with the least makespan: simulate those with the best scores, in a few rounds."""
     moves, makespans = _moves(len(ends)), {tuple(ends): _makespan(table, ends, makespan_of)}
     for _ in range(MAX_ROUNDS if len(moves) else 0):
         tried = ends + moves
         # Boundaries must ascend, and all ranks must fit.
-        tried = tried[(np.diff(tried, axis=1) > 0).all(1)]
+        tried = tried[_ascends(tried)]
         tried = tried[table.excess(tried) == 0.0] if len(tried) else tried
         if not len(tried):
             break
