@@ -40,6 +40,9 @@ LLAMA = {
     "vocab_size": 128256,
     "max_position_embeddings": 2048,
 }
+LLAMA_8B = {"num_hidden_layers": 32, "num_attention_heads": 32}
+NARROW = {"n_embd": 256, "n_head": 4, "vocab_size": 1024, "block_size": 128}
+DEEP = {"t": 4, "p": 16, "d": 2, "num_microbatches": 16}
 CASES: dict[
     str, tuple[dict[str, int], dict[str, int], int]
 ] = {  # name -> model, mesh, rows of the global batch
@@ -47,6 +50,8 @@ CASES: dict[
     "1.008T": (TRILLION, {"t": 8, "p": 64, "d": 6, "v": 2, "num_microbatches": 512}, 3072),
     "GPT, c=8": (WIDE, CONTEXT, 2),
     "Llama, c=8": (LLAMA, CONTEXT, 2),
+    "Llama 8B": ({**LLAMA, **LLAMA_8B}, {"t": 8, "p": 4, "v": 2, "num_microbatches": 8}, 8),
+    **{f"L={layers}": ({"n_layer": layers, **NARROW}, DEEP, 32) for layers in (32, 128, 512, 2048)},
 }
 STAGES = {  # what is timed beside the passes: stage -> functions of these modules
     "normalize": ("autoptd.trace.normalize.normalize",),
@@ -147,23 +152,58 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--only", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--here", metavar="CASE", help=argparse.SUPPRESS)
+    parser.add_argument("--beside", type=Path, help="another checkout")
+    parser.add_argument("--turns", type=int, default=1)
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     args = parser.parse_args()
     if args.here:
         print(json.dumps(measure(args.here)))
         return
     print(HEAD)
-    rows = []
+    rows, others = [], []
     for case in args.only:
-        done = subprocess.run(
-            [sys.executable, __file__, "--here", case], capture_output=True, text=True, check=True
-        )
-        rows.append(json.loads(done.stdout.splitlines()[-1]))
+        ours, theirs = [], []
+        for _ in range(args.turns):
+            ours.append(_measured(ROOT, case))
+            if not (args.beside and (row := _measured(args.beside, case))):
+                break
+            theirs.append(row)
+        rows.append(median_of(ours))
         print(line(rows[-1]), flush=True)
+        if theirs:
+            others.append(median_of(theirs))
+            print(line(others[-1]) + "  before: " + ratios(rows[-1], others[-1]), flush=True)
     args.out.mkdir(parents=True, exist_ok=True)
     record = {"machine": platform.processor() or platform.machine(), "torch": version("torch"), "rows": rows}
+    if others:
+        record |= {"turns": args.turns, "before": others}
     (args.out / "compile_time.json").write_text(json.dumps(record, indent=1) + "\n")
     (args.out / "compile_time.svg").write_text(picture(rows))
+
+
+def _measured(root: Path, case: str) -> dict[str, Any]:
+    """Compile a case with the checkout in `root`, in a process of its own; nothing if it does not have it."""
+    command = [sys.executable, str(root / "benchmarks" / "compile_time.py"), "--here", case]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if f"KeyError: {case!r}" in done.stderr:
+        return {}
+    done.check_returncode()
+    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+
+
+def median_of(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """The row with the median of the seconds in all; the lower one of two."""
+    return sorted(rows, key=seconds)[(len(rows) - 1) // 2]
+
+
+def seconds(row: dict[str, Any]) -> float:
+    return float(row["trace_s"] + row["rest_s"])
+
+
+def ratios(row: dict[str, Any], before: dict[str, Any]) -> str:
+    """Seconds, and memory beyond that of the model, relative to another checkout's."""
+    mib = [one["peak_mib"] - one["before_mib"] for one in (row, before)]
+    return f"{seconds(row) / seconds(before):.2f} of its seconds, {mib[0] / mib[1]:.2f} of its MiB"
 
 
 HEAD = "    layers  ranks  trace s  rest s rest/trace joint s  peak MiB  files     KiB  largest"

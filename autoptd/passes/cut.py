@@ -17,6 +17,7 @@ dominates, or unless nothing else fits. A plan may pin the cuts (`stages/cut_pin
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -44,6 +45,8 @@ MAX_SHARE_OF_WHOLE_LAYERS = 0.95
 # Above this fraction of fixed collective cost the model is a toy, whose timings do not carry over to real
 # sizes.
 MAX_FIXED_SHARE = 0.5
+# Of more cut points, some are left out, as long as a stage has so many.
+MAX_POINTS, MIN_POINTS_PER_STAGE = 2048, 16
 
 
 @dataclass(frozen=True)
@@ -177,7 +180,10 @@ class _Chooser:
         return cuts, f"as the plan says: {what} takes {how} than with the cut that would be chosen"
 
     def _solve(self, points: Sequence[int]) -> Cuts | None:
-        return place(replace(self.line, points=points), self.ranks, self.live, self.memory, self.makespan_of)
+        return place(self._through(points), self.ranks, self.live, self.memory, self.makespan_of)
+
+    def _through(self, points: Sequence[int]) -> Line:
+        return replace(self.line, points=thinned(points, len(self.ranks)))
 
     def _refusal(self) -> PlanError:
         """Make the error for a model without a cut: too few places, or too little memory."""
@@ -186,7 +192,7 @@ class _Chooser:
             fact = f"more stages than the model can be cut into: {max_stages} at most"
             return PlanError(f"p*v={len(self.ranks)}", fact, f"p*v <= {max_stages}, or a deeper model")
         return too_full(
-            least_memory(self.line, self.ranks, self.live) + self.reserve,
+            least_memory(self._through(self.line.points), self.ranks, self.live) + self.reserve,
             self.ctx,
             "the cut that spreads it best",
         )
@@ -238,6 +244,15 @@ def find_backbone(graph: Graph) -> list[Node]:
             "model", "its loss does not depend on both parameters and inputs", "check what forward returns"
         )
     return backbone
+
+
+def thinned(points: Sequence[int], stages: int) -> Sequence[int]:
+    """Return every k-th of very many cut points, as the search takes their square in time and memory.
+
+    A stage keeps at least `MIN_POINTS_PER_STAGE` of them.
+    """
+    step = min(math.ceil(len(points) / MAX_POINTS), len(points) // (MIN_POINTS_PER_STAGE * stages))
+    return points[:: max(step, 1)]
 
 
 def _find_points(backbone: list[Node], mesh: Mesh) -> list[Point]:

@@ -4,6 +4,12 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/passes/cut.py",
+        "tests/passes/test_cut.py -k cut_points",
+        ("return points[:: max(step, 1)]", "return points"),
+        ("len(points) // (MIN_POINTS_PER_STAGE * stages)", "len(points)"),
+    ),
+    *planted(
         "autoptd/codegen/body.py",
         "tests/hostile/test_names.py",
         ('writer.comment(2, f"{module}{source}")', 'writer.add(2, f"# {module}{source}")'),

@@ -255,3 +255,17 @@ def test_a_loss_elsewhere_is_found(placed: Graph) -> None:
     note(output(placed)).stages = (1,)
     with pytest.raises(InternalError, match="the loss is in stages"):
         check_cut(placed, 4)
+
+
+def test_of_very_many_cut_points_some_are_left_out() -> None:
+    assert cut_pass.thinned(range(2048), 2) == range(2048)
+    assert cut_pass.thinned(range(10_000), 16) == range(0, 10_000, 5)
+    # A stage keeps 16 of them.
+    assert len(cut_pass.thinned(range(10_000), 300)) == 5000
+    assert len(cut_pass.thinned(range(3000), 200)) == 3000
+
+
+def test_a_model_with_too_many_cut_points_is_balanced_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cut_pass, "MAX_POINTS", 32)
+    found = cut(gpt(36), 2)
+    assert max(found.rank_seconds) < 1.1 * sum(found.rank_seconds) / 2

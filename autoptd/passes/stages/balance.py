@@ -428,7 +428,8 @@ class Table:
 
     def _forward(self, table: Array) -> Array:
         """Forbid stages that do not run forward."""
-        table[np.tril_indices(self.size)] = np.inf
+        at = np.arange(self.size)
+        table[at[:, None] >= at] = np.inf
         return table
 
     def needs(self) -> list[tuple[float, float]]:
