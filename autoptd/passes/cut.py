@@ -45,7 +45,7 @@ MAX_SHARE_OF_WHOLE_LAYERS = 0.95
 # Above this fraction of fixed collective cost the model is a toy, whose timings do not carry over to real
 # sizes.
 MAX_FIXED_SHARE = 0.5
-# Of more cut points, some are left out, as long as a stage has so many.
+# Of more cut points, some are left out; a stage keeps at least that many.
 MAX_POINTS, MIN_POINTS_PER_STAGE = 2048, 16
 
 
