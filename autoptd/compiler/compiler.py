@@ -99,26 +99,30 @@ class Compiler:
             warn_of_fallbacks(program)
         return program
 
-    def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+    def for_evaluation(
+        self, call: Call, first: Program, counts: tuple[int, ...] = (), outputs: tracing.Outputs | None = None
+    ) -> Program:
         """Compile for an evaluation, on the ranks and the parameters of `first`, a training program.
 
-        `counts` are the rows of every replica if they differ. If eval mode only removes dropouts, and the
-        sizes are those of training, the result is `first` itself, which draws no masks without gradients. For
-        other sizes, or for a model that computes something else in eval mode, it is compiled again with the
-        layout and the cut of `first`. PlanError if eval mode draws dropouts, or reads parameters on other
-        ranks than training does.
+        `counts` are the rows of every replica if they differ; `outputs` is what it returns besides the loss.
+        If eval mode only removes dropouts, and the sizes are those of training, the result is `first` itself,
+        which draws no masks without gradients. For other sizes, for outputs, or for a model that computes
+        something else in eval mode, it is compiled again with the layout and the cut of `first`. PlanError if
+        eval mode draws dropouts, or reads parameters on other ranks than training does.
         """
         if self.options.shapes.how is not None:
             call = self.subject.on_its_device(call)
         is_same_size = not counts and is_call_of(first, *call, self._replicas)
         options = self._evaluating(call, first, is_same_size)
+        if outputs is not None:
+            options = replace(options, loss_fn=tracing.LossAndOutputs(options.loss_fn, outputs))
         model = self.subject.model
         with tracing.evaluating(model):
             evaluated = self._captured(options, call, first, counts)
         check_no_draws(evaluated.graph)
         # Training's graph at this size, to compare with that of eval mode.
         with tracing.in_modes(self._modes):
-            if is_same_size and first.graphs:
+            if is_same_size and first.graphs and outputs is None:
                 graph, buffers = first.graphs["TRACED"], first.buffers
             else:
                 captured = self._captured(options, call, first, counts)
@@ -126,7 +130,7 @@ class Compiler:
             is_training = tracing.is_training_without_dropout(
                 graph, evaluated.graph, buffers, evaluated.buffers
             )
-            if is_training and is_same_size:
+            if is_training and is_same_size and outputs is None:
                 return first
         like = first if first.graphs else first.follows
         # Without gradients no masks are drawn, so training's graph at this size can be used.

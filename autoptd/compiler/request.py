@@ -105,7 +105,9 @@ class Request:
                 larger = resize(self.args, self.kwargs, batch, batch.whole_rows)
                 whole = tracing.capture_again(captured, self.model, *larger, *how)
         call = resize(self.args, self.kwargs, batch, batch.traced_rows)
-        traced = tracing.Traced.of(captured, call, *how, self.options.precision, self.narrowing.cast)
+        traced = tracing.Traced.of(
+            self.model, captured, call, *how, self.options.precision, self.narrowing.cast
+        )
         return Traces(captured, whole, traced)
 
     @paused_collection()

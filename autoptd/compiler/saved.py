@@ -214,6 +214,8 @@ class _Stage:
     def keep_part(self, loss: torch.Tensor, *_: Any) -> torch.Tensor:
         return loss
 
+    keep_output = keep_part
+
     def main_grads(self, gemm: Any) -> None:
         pass
 

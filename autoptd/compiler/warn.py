@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from torch.fx import Graph
 
-from autoptd.compiler.records.plan import merged_fallbacks
+from autoptd.compiler.records import merged_fallbacks
 from autoptd.errors import PlanError
 from autoptd.ir.mesh import AXES, Role
 from autoptd.ir.names import any_layer, is_within

@@ -15,15 +15,18 @@ from torch.fx import Graph
 from autoptd import codegen, schedule
 from autoptd.compiler.batch import Batch
 from autoptd.compiler.compiled import Compiled
-from autoptd.compiler.records.collectives import buckets_of_ranks, collectives
-from autoptd.compiler.records.header import about_stages
-from autoptd.compiler.records.plan import costs_of, plan_record
-from autoptd.compiler.records.specs import (
+from autoptd.compiler.records import (
+    about_stages,
+    buckets_of_ranks,
+    collectives,
+    costs_of,
     crossing_links,
     crossing_spec,
     dropout_specs,
     input_specs,
+    output_specs,
     param_specs,
+    plan_record,
     stage_spec,
     update_parts,
 )
@@ -86,6 +89,7 @@ class Writer:
             updated=updates.buffers if updates is not None else (),
             updated_by_batch=updates.of_batch if updates is not None else (),
             update_parts=parts,
+            outputs=output_specs(graph, self.batch),
             plan=plan_record(ctx, self.batch, params),
             costs=costs_of(graph, ctx),
             buffers={name: value.detach() for name, value in captured.buffers.items()},

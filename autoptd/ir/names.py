@@ -26,7 +26,7 @@ METHODS = frozenset({"at"})
 # Attributes of a stage (`runtime/step/stage.py`), which the method for a user's module must not shadow.
 OF_STAGE = frozenset(
     "activations again batch_sum buffers count counts deferred device draw draw_masks drawing "
-    "dropped forward fused groups is_compiled keep_part kept layers main_grads parts rounds run sums "
+    "dropped forward fused groups is_compiled keep_output keep_part kept layers main_grads outputs parts rounds run sums "
     "totals weights".split()
 )
 

@@ -27,7 +27,16 @@ from torch import Tensor, nn
 from autoptd.errors import RuntimeFault
 from autoptd.model.loop_watch import is_rounded
 from autoptd.program.program import Program
-from autoptd.trace import Difference, Snapshot, Stamp, Traced, evaluating, has_values, in_modes
+from autoptd.trace import (
+    Difference,
+    LossAndOutputs,
+    Snapshot,
+    Stamp,
+    Traced,
+    evaluating,
+    has_values,
+    in_modes,
+)
 
 FIRST_STEPS = (2, 31, 101)
 # What changes at every step without an effect is traced again for so much of the time that has passed.
@@ -59,9 +68,15 @@ class LoopChanges:
         if program.traced is not None and program.traced not in self._watched:
             if self._first is None:
                 self._first = {name: Stamp.of(x) for name, x in self._given.named_buffers()}
-            snapshot = Snapshot(self._given, self._loss_fn, program.traced.reads)
+            # A function of an evaluation's outputs is looked at as well.
+            of_program = program.traced.loss_fn
+            loss_fn = of_program if isinstance(of_program, LossAndOutputs) else self._loss_fn
+            snapshot = Snapshot(self._given, loss_fn, program.traced.reads)
+            modes = program.traced.modes
+            # Where eval mode only removes dropouts, evaluations are traced in training's modes.
+            evaluates = evaluates and not any(modes.values())
             self._watched[program.traced] = Watched(
-                self._given, self._remade, snapshot, self._first, evaluates
+                self._given, self._remade, snapshot, self._first, modes, evaluates
             )
         return program
 
@@ -84,13 +99,14 @@ class Watched:
         remade: Callable[[], nn.Module],
         snapshot: Snapshot,
         first: Mapping[str, Stamp],
+        modes: Mapping[str, bool],
         evaluates: bool,
     ) -> None:
         # What buffers held when the first program was compiled: later ones are compiled with those of the
         # ranks.
         self._first = first
         self._given, self._remade, self._snapshot, self._evaluates = given, remade, snapshot, evaluates
-        self._modes = {path: module.training for path, module in given.named_modules()}
+        self._modes = modes
         self._sorts = sorts_of(given)
         # What had no effect: its values, and until when it is not tried again.
         self._harmless: dict[str, Any] = {}

@@ -43,6 +43,7 @@ from autoptd.runtime.world.agree import agree, attempted
 from autoptd.runtime.world.devices import device_of_ranks
 from autoptd.subject.call import Call
 from autoptd.subject.subject import Subject
+from autoptd.trace.loss import Outputs
 
 Result = TypeVar("Result")
 # How many losses are remembered.
@@ -104,9 +105,11 @@ class ModelCompiler(Protocol):
         """Compile for steps of other sizes, on the ranks of the program that trains."""
         ...
 
-    def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+    def for_evaluation(
+        self, call: Call, first: Program, counts: tuple[int, ...] = (), outputs: Outputs | None = None
+    ) -> Program:
         """Compile for an evaluation likewise; `counts` are the rows of every replica where they are not
-        equal.
+        equal; `outputs`, what it returns besides the loss.
         """
         ...
 

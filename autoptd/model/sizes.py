@@ -20,11 +20,13 @@ from typing import Any
 
 import torch
 
-from autoptd.compat import tree_flatten, tree_map, tree_unflatten
+from autoptd.compat import tree_flatten, tree_map
 from autoptd.errors import AutoptdError, PlanError, RuntimeFault, TraceError
 from autoptd.model.loop_changes import LoopChanges
+from autoptd.model.outputs import ARGUMENT, OutputNames, Outputs
+from autoptd.model.padded_calls import EVALUATION, PaddedCalls, check_updates
 from autoptd.model.run import ModelCompiler, Run
-from autoptd.options.buckets import EXACT, MAX_PROGRAMS, Buckets, bucket_lengths
+from autoptd.options.buckets import EXACT, MAX_PROGRAMS
 from autoptd.program.program import Program
 from autoptd.runtime.checks.agreement import SIZES
 from autoptd.runtime.checks.inputs import Sizes, agree_on_sizes
@@ -37,9 +39,7 @@ from autoptd.runtime.step.microbatches import (
     expected_shape,
     rows_of_replicas,
 )
-from autoptd.runtime.step.pad_batch import BatchPadding, lead_of
 from autoptd.subject.call import Call
-from autoptd.trace.padding import labels_of
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -65,6 +65,7 @@ class Programs:
             MAX_PROGRAMS if options.shapes.how is not None else sys.maxsize
         )
         self._by_sizes: dict[Sizes, Program] = {}
+        self._outputs = OutputNames()
         self._padding: PaddedCalls | None = None
         # Stands in for the call that the first program was compiled for, and the replicas whose rows it
         # holds.
@@ -114,7 +115,7 @@ class Programs:
         """Those that evaluate, likewise; one of training's may be among them."""
         return [program for sizes, program in self._by_sizes.items() if sizes.call == EVALUATION]
 
-    def find(self, call: str, args: Args, kwargs: Kwargs) -> SizedCall:
+    def find(self, call: str, args: Args, kwargs: Kwargs, outputs: Outputs | None = None) -> SizedCall:
         """Return the program for a call, which the ranks use from now on, and the call as that takes it.
         Collective.
 
@@ -123,28 +124,41 @@ class Programs:
         it takes as long as for training. PlanError on all ranks where they have other sizes, where there is
         no such program, or where it is one too many.
         """
+        if outputs is not None:
+            self._check_outputs()
         if self._compiler is None or (self._options.shapes.how is None and call != EVALUATION):
             return self._first, args, kwargs
         if self._padding is None:
-            sizes = self._exact(call, args, kwargs)
+            sizes = self._exact(call, args, kwargs, outputs)
         else:
             sizes, args, kwargs = self._padded(self._padding, call, args, kwargs)
         program = self._by_sizes.get(sizes)
         if program is None:
             self._check_count(sizes)
-            program = self._run.together(lambda: self._compiled(sizes, (args, kwargs)))
+            program = self._run.together(lambda: self._compiled(sizes, (args, kwargs), outputs))
             if self._padding is not None:
                 check_updates(program)
             self._attach(sizes, program)
         self._run.started(call).use(sizes, evaluates=call == EVALUATION)
         return program, args, kwargs
 
-    def _exact(self, call: str, args: Args, kwargs: Kwargs) -> Sizes:
+    def _check_outputs(self) -> None:
+        """Raise PlanError where evaluations return no outputs."""
+        if self._compiler is None:
+            fact = "this program was compiled elsewhere, and returns the loss only"
+            raise PlanError(ARGUMENT, fact, "a model from autoptd.parallelize(model, ...)")
+        if self._padding is not None:
+            fact = "shapes='bucket' pads the batch, and with it the outputs and sums over them"
+            raise PlanError(
+                "pm.eval_step(outputs=)", fact, "shapes='exact', or pad the batch before the call"
+            )
+
+    def _exact(self, call: str, args: Args, kwargs: Kwargs, outputs: Outputs | None) -> Sizes:
         """Return the sizes of a call that is not padded; in an evaluation, replicas may have other numbers of
         rows.
         """
         batched = self._batched if call == EVALUATION else set()
-        sizes, _, counts = self._agreed(lambda: (self._own_sizes(call, args, kwargs), 0), batched)
+        sizes, _, counts = self._agreed(lambda: (self._own_sizes(call, args, kwargs, outputs), 0), batched)
         most = sizes.rows_of(batched)
         if self._run.is_process:
             most = max(counts)
@@ -166,7 +180,7 @@ class Programs:
     def _batched(self) -> set[str]:
         return {spec.name for spec in self._first.inputs if spec.batched}
 
-    def _own_sizes(self, call: str, args: Args, kwargs: Kwargs) -> Sizes:
+    def _own_sizes(self, call: str, args: Args, kwargs: Kwargs, outputs: Outputs | None) -> Sizes:
         """Return the sizes of a call; without `shapes`, PlanError for an evaluation that has more than fewer
         rows than another call, once there was an evaluation.
         """
@@ -178,7 +192,7 @@ class Programs:
             and not any(self._holds(other, sizes) for other in self._by_sizes)
         ):
             check_call(self._by_sizes[known[0]], args, kwargs, self._replicas, call)
-        return sizes
+        return replace(sizes, outputs=self._outputs.name_of(outputs))
 
     def _holds(self, most: Sizes, sizes: Sizes) -> bool:
         """Tell whether a call differs from another one in nothing but fewer rows."""
@@ -288,7 +302,7 @@ class Programs:
         )
         raise PlanError(f"pm.{sizes.call}", fact, remedy)
 
-    def _compiled(self, sizes: Sizes, call: Call) -> Program:
+    def _compiled(self, sizes: Sizes, call: Call, outputs: Outputs | None = None) -> Program:
         """Compile for a call; where it cannot be, the error says for which sizes."""
         site = f"pm.{sizes.call} with {sizes}"
         try:
@@ -296,7 +310,9 @@ class Programs:
                 if sizes.call != EVALUATION:
                     return self._followed(compiler.for_sizes(call, self._first))
                 like = self._by_sizes.get(sizes_of(self._first, "step", *call), self._first)
-                return self._followed(compiler.for_evaluation(call, like, sizes.rows), evaluates=True)
+                return self._followed(
+                    compiler.for_evaluation(call, like, sizes.rows, outputs), evaluates=True
+                )
         except (PlanError, TraceError) as error:
             raise PlanError(site, f"{error.site}: {error.fact}", error.remedy) from error
         except AutoptdError:
@@ -340,110 +356,3 @@ def _texts(first: Program, leaves: Mapping[int, Any] | Sequence[Any]) -> tuple[t
         is_plain = value is None or isinstance(value, (bool, int, float, complex, str))
         found.append((number, repr(value) if is_plain else type(value).__name__))
     return tuple(found)
-
-
-EVALUATION = "eval_step"
-TOKENS, ROWS = "padded tokens", "added rows"
-UNKNOWN_ROWS = (
-    "the batch has fewer rows than that of example_inputs, and no argument by which the loss could pass over rows "
-    "that are added: no labels with an ignore_index, no mask",
-    "drop a smaller last batch (DataLoader(..., drop_last=True))",
-)
-# Rows of the runs that show whether padding changes anything.
-PROOF_ROWS = 4
-
-
-class PaddedCalls(BatchPadding):
-    """How the calls of a run are padded; `call` was the first one."""
-
-    def __init__(self, run: Run, compiler: ModelCompiler | None, call: Call) -> None:
-        first, options, shapes = run.program, run.options, run.options.shapes.how
-        assert shapes is not None
-        check_updates(first)
-        length = lead_of(first).shape[1]
-        lengths = bucket_lengths(shapes, length, options.token_unit)
-        pad = dict(getattr(shapes, "pad", {}))
-        super().__init__(first, lengths, labels_of(first.graphs["TRACED"]), pad, run.started("step").replicas)
-        self._run, self._compiler = run, compiler
-        self._is_checked = not isinstance(shapes, Buckets) or shapes.check
-        # The calls that rows were added to, without changing the loss, with the arguments that are blank in
-        # these rows.
-        self._blanks: dict[str, tuple[str, ...]] = {}
-        leaves, tree = tree_flatten(call)
-        self.prove_length("step", leaves, tree, length)
-
-    def padded_call(self, call: str, leaves: Sequence[Any], tree: Any, bucket: int, rows: int) -> Call:
-        """Return a call of `rows` rows padded to a bucket. Collective."""
-        if rows < self.rows and call not in self._blanks:
-            self._blanks[call] = self._find_blank(call, leaves, tree)
-        blank = self._blanks.get(call, ())
-        return tree_unflatten(self.padded(leaves, bucket, self.rows, blank), tree)  # type: ignore[return-value]
-
-    def prove_length(self, call: str, leaves: Sequence[Any], tree: Any, bucket: int) -> None:
-        """Raise PlanError on all ranks unless the model passes over the tokens that fill a bucket up."""
-
-        def prove() -> None:
-            short = self.cut(leaves, min(self.length_of(leaves), max(1, 3 * bucket // 4)), PROOF_ROWS)
-            self._compare(call, tree, short, bucket, self.rows_of(short))
-
-        if bucket > 1 and self._is_checked:
-            self._run.together(prove)
-
-    def _find_blank(self, call: str, leaves: Sequence[Any], tree: Any) -> tuple[str, ...]:
-        """Return the fewest arguments that are to be blank in added rows. Collective.
-
-        PlanError where the model reads such rows all the same.
-        """
-        refused = PlanError(f"pm.{call}", *UNKNOWN_ROWS)
-        if not self._is_checked:
-            # Which arguments the loss reads as a mask, only trying shows.
-            if self.labels:
-                return ()
-            raise refused
-        for number, blank in enumerate(self.possible_blanks()):
-            try:
-                self._run.together(lambda: self._prove_rows(call, blank, leaves, tree))  # noqa: B023
-                return blank
-            except PlanError as error:
-                # A refusal is the answer of all ranks, whatever data each has.
-                refused = error if number == 0 else refused
-        raise refused
-
-    def _prove_rows(self, call: str, blank: tuple[str, ...], leaves: Sequence[Any], tree: Any) -> None:
-        """Raise PlanError unless the model passes over rows whose labels are all ignored, and that are
-        `blank`.
-        """
-        length = self.length_of(leaves)
-        short = self.cut(leaves, length, PROOF_ROWS)
-        self._compare(call, tree, short, length, self.rows_of(short) + 1, blank)
-
-    def _compare(
-        self,
-        call: str,
-        tree: Any,
-        given: Sequence[Any],
-        length: int,
-        rows: int,
-        blank: tuple[str, ...] = (),
-    ) -> None:
-        """Raise PlanError unless the model ignores the padding of a call to `length` tokens and `rows` rows.
-
-        It is tried with other numbers too.
-        """
-        if self._compiler is None:
-            fact = "there is no model to check that it passes over padding"
-            raise PlanError("shapes=", fact, "autoptd.parallelize(model, ...)")
-        own_length, own_rows = self.length_of(given), self.rows_of(given)
-        what = TOKENS if length > own_length else ROWS
-        for number, short in enumerate([given, *self.varied(given)]):
-            padded = self.padded(short, length, rows, blank)
-            others = self.with_other_tokens(padded, own_length, own_rows)
-            calls: list[Any] = [tree_unflatten(list(leaves), tree) for leaves in (short, padded, others)]
-            self._compiler.prove(calls, what, evaluates=call == EVALUATION, is_made_up=number > 0)
-
-
-def check_updates(program: Program) -> None:
-    """Raise PlanError where padding would count in a buffer: whether it would is not seen from a loss."""
-    if program.updated_by_batch:
-        fact = f"buffer {program.updated_by_batch[0]} is updated by what depends on the batch, and padding would count"
-        raise PlanError("shapes=", fact, "shapes='exact'")

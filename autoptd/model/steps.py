@@ -10,8 +10,6 @@ compared with that.
 
 from __future__ import annotations
 
-import weakref
-from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import chain
 from typing import Any, NamedTuple
@@ -19,10 +17,11 @@ from typing import Any, NamedTuple
 import torch
 
 from autoptd.errors import PlanError
+from autoptd.model.calls import Calls
 from autoptd.model.loop_changes import is_due
+from autoptd.model.outputs import Outputs, bring_together
 from autoptd.model.run import Run
 from autoptd.model.sizes import EVALUATION, Programs
-from autoptd.options.buckets import EXACT
 from autoptd.program.program import Program
 from autoptd.runtime.checks.agreement import COPIES, RANKS
 from autoptd.runtime.checks.copies import check_copies, check_settings, copies_are_due
@@ -30,8 +29,7 @@ from autoptd.runtime.checks.inputs import batch_checked, batch_is_due
 from autoptd.runtime.checks.ranks import check_ranks
 from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.launch import Rank, RunningRanks
-from autoptd.runtime.step.microbatches import CallForm, check_call, cut, flatten, is_call_in_one, take_rows
-from autoptd.subject.call import Call
+from autoptd.runtime.step.microbatches import check_call, cut, take_rows
 
 
 class Batch(NamedTuple):
@@ -114,13 +112,20 @@ class Steps:
             loss_scale.renew()
         return loss
 
-    def eval_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def eval_step(self, *args: Any, outputs: Outputs | None = None, **kwargs: Any) -> Any:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective.
 
         A batch may have fewer rows than others before: the last one of a dataset. They need not divide over
         d. A program for that number is compiled when it first comes.
+
+        With `outputs` the result is a pair: the loss, and the values asked for: the name of a part of the model's
+        output ("logits"), several names, or a function of that output and of the call's arguments, which returns a tensor
+        or a dict of tensors: `lambda output, input_ids, labels: output.logits.argmax(-1)`. It is compiled as a part of the
+        model, once for each function, so that what it computes is computed where the data are; pass the same function in
+        all calls. Tensors with the batch in dim 0 come with the rows of this call; sums over the batch are those of the
+        global batch. All ranks of a replica get them.
         """
-        batch = self._batch(EVALUATION, args, kwargs)
+        batch = self._batch(EVALUATION, args, kwargs, outputs)
         clock = self._run.clock
         clock.evaluations += 1
         self._check_loop("evaluation", clock.evaluations)
@@ -129,9 +134,16 @@ class Steps:
             return rank.evaluator.evaluate(batch.microbatches(rank, rank.evaluator))
 
         with batch.checked(clock.evaluations):
-            return batch.ranks.run(EVALUATION, evaluate)
+            loss = batch.ranks.run(EVALUATION, evaluate)
+        if outputs is None:
+            return loss
+        return loss, bring_together(
+            batch.ranks, batch.program, outputs, lambda rank: len(batch.microbatches(rank, rank.evaluator))
+        )
 
-    def _batch(self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Batch:
+    def _batch(
+        self, call: str, args: tuple[Any, ...], kwargs: dict[str, Any], outputs: Outputs | None = None
+    ) -> Batch:
         """Bring a call to the program that runs it, which is compiled if there is none; PlanError where it
         does not fit.
 
@@ -151,7 +163,7 @@ class Steps:
         ranks.unrecorded.follow_edits()
         if call != EVALUATION:
             self._calls.refuse_unequal(args, kwargs)
-        program, args, kwargs = self._sizes.find(call, args, kwargs)
+        program, args, kwargs = self._sizes.find(call, args, kwargs, outputs)
         # In local there is one batch for all ranks.
         every = self._run.options.ranks.check_every if self._run.is_process else 0
         return Batch(call, program, ranks, check_call(program, args, kwargs, ranks.replicas, call), every)
@@ -204,90 +216,4 @@ class Steps:
         ranks.unrecorded.run(RANKS, check)
 
 
-class Calls:
-    """The form of calls; `names` are those of the model's own arguments.
-
-    `is_compiled_again`: evaluations have separate programs, whose replicas may have different numbers of
-    rows.
-    """
-
-    def __init__(self, run: Run, names: Sequence[str], *, is_compiled_again: bool) -> None:
-        self._run, self._names = run, tuple(names)
-        self._is_compiled_again = is_compiled_again
-        # The form of the call that was compiled for: other spellings of it are brought into this form.
-        self._form: CallForm | None = None
-        # Whether rows were cut for one of several replicas before it was known which belong together.
-        self._cut_unseen = False
-        # Tensors that were cut for an evaluation, with the rows of the whole batch.
-        self._unequal: list[tuple[int, weakref.ref[torch.Tensor]]] = []
-
-    def compiled(self, program: Program, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Take the form of the first call that was compiled; PlanError where rows were cut that belong
-        together.
-        """
-        if self._cut_unseen and program.row_blocks > 1:
-            fact = f"the rows of {program.row_blocks} blocks of the batch belong together, which was not known when it was cut"
-            raise PlanError("local_batch", fact, "example_inputs= of parallelize, a global batch")
-        self._form = CallForm(self._names, len(args), tuple(kwargs))
-
-    def in_form(self, args: tuple[Any, ...], kwargs: dict[str, Any], call: str = "step") -> Call:
-        """Bring a call into the form of the compiled one, where that is known."""
-        args, kwargs = self._in_full(args, kwargs)
-        return self._form.arrange(args, kwargs, call) if self._form else (args, kwargs)
-
-    def _in_full(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        """Return a call whose keywords are one mapping with keywords."""
-        return ((), dict(args[0])) if self._is_in_one(args, kwargs) else (args, kwargs)
-
-    def _is_in_one(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        return is_call_in_one(args, kwargs, self._names, self._form)
-
-    def local_batch(self, *args: Any, **kwargs: Any) -> Any:
-        """Cut a global batch to the rows that `step` takes here: this replica's under torchrun, all of them
-        in local.
-
-        Returns the positional arguments as a tuple, or keyword arguments as a dict; given both, the pair of
-        the two: `pm.step(*pm.local_batch(x, y))`, `pm.step(**pm.local_batch(ids=x))`. Of a mapping of
-        keywords, such as a tokenizer makes, a dict: `pm.step(pm.local_batch(batch))`. Rows that d does not
-        divide are for `eval_step` alone.
-        """
-        is_in_one = self._is_in_one(args, kwargs)
-        if self._run.is_process:
-            args, kwargs = self._own_rows(*self.in_form(args, kwargs))
-        if is_in_one:
-            args, kwargs = self._in_full(args, kwargs)
-            return {**dict(zip(self._names, args, strict=False)), **kwargs}
-        if args and kwargs:
-            return args, kwargs
-        return kwargs or args
-
-    def _own_rows(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-        replica, replicas = self._run.share
-        program = self._run.compiled
-        self._cut_unseen |= program is None and replicas > 1
-        # In an evaluation, replicas may have other numbers of rows.
-        can_be_unequal = (
-            program is not None
-            and program.row_blocks == 1
-            and self._is_compiled_again
-            and self._run.options.shapes.how in (None, EXACT)
-        )
-        share = take_rows(program, args, kwargs, replicas, replica, even=not can_be_unequal)
-        if can_be_unequal:
-            # A step with these would end on some of the ranks.
-            pairs = zip(flatten(args, kwargs)[0], flatten(*share)[0], strict=True)
-            cut = [(len(x), weakref.ref(own)) for x, own in pairs if own is not x]
-            self._unequal = [known for known in self._unequal if known[1]() is not None]
-            self._unequal += [known for known in cut if known[0] % replicas]
-        return share
-
-    def refuse_unequal(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise PlanError on all ranks for a step with tensors that have other numbers of rows on other
-        replicas.
-        """
-        leaves = flatten(args, kwargs)[0] if self._unequal else []
-        for rows, ref in self._unequal:
-            if any(leaf is ref() for leaf in leaves):
-                mesh = self._run.options.mesh
-                fact = f"{rows} rows do not divide over {mesh.product_text(mesh.batch_axes)}, which is for pm.eval_step only"
-                raise PlanError("pm.step", fact, "a batch that d divides: DataLoader(..., drop_last=True)")
+__all__ = ["Calls", "Steps"]

@@ -20,6 +20,7 @@ from torch.fx import Graph, Node
 from autoptd.ir.mesh import DEGREES
 from autoptd.ir.notes import note, op_name, ops, output, shape
 from autoptd.ir.operators.record import argument, operands
+from autoptd.ir.outputs import OUTPUT
 from autoptd.ir.own_functions import own_function
 from autoptd.ir.types import Segmented
 from autoptd.ir.updates import KEEP
@@ -100,9 +101,9 @@ def module_hashes(program: Program) -> dict[str, str]:
 
 
 def _of_loss(graph: Graph) -> list[Node]:
-    """Return the nodes that the loss depends on, in order, without those that buffer updates keep."""
+    """Return the nodes that the loss depends on, in order, without those that are only kept."""
     (loss,) = output(graph).args
-    while isinstance(loss, Node) and loss.op == "call_function" and op_name(loss) == KEEP:
+    while isinstance(loss, Node) and loss.op == "call_function" and op_name(loss) in (KEEP, OUTPUT):
         loss = loss.args[0]
     found, stack = set[Node](), [loss] if isinstance(loss, Node) else []
     while stack:

@@ -43,6 +43,7 @@ from autoptd.program.specs import (
     DropoutSpec,
     InputSpec,
     Line,
+    OutputSpec,
     ParamSpec,
     StageSpec,
     TransferBuffer,
@@ -51,7 +52,7 @@ from autoptd.program.specs import (
 from autoptd.program.state_memory import StateMemory, state_memory
 
 # The version of the format of program.json, and of the functions that emitted files call.
-VERSION = 12
+VERSION = 13
 Spec = TypeVar("Spec")
 
 
@@ -117,6 +118,8 @@ class Program:
     updated: tuple[str, ...] = ()
     updated_by_batch: tuple[str, ...] = ()
     update_parts: tuple[UpdatePart, ...] = ()
+    # Of an evaluation, besides the loss.
+    outputs: tuple[OutputSpec, ...] = ()
     plan: dict[str, Any] = field(default_factory=dict)
     costs: Costs = field(default_factory=Costs)
     buffers: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
@@ -310,6 +313,7 @@ class Program:
             row_counts=tuple(record.pop("row_counts")),
             updated_by_batch=tuple(record.pop("updated_by_batch")),
             update_parts=_specs(UpdatePart, record.pop("update_parts")),
+            outputs=_specs(OutputSpec, record.pop("outputs")),
             looked_at=tuple((name, text) for name, text in record.pop("looked_at")),
             lines=_specs(Line, record.pop("lines")),
             costs=read_costs(record.pop("costs")),

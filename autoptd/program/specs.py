@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Literal
 
 from autoptd.errors import InternalError
 from autoptd.ir.layout import Layout, copy_axes
@@ -45,6 +46,18 @@ class UpdatePart:
 
     shape: tuple[int, ...]
     is_sum: bool
+
+
+@dataclass(frozen=True)
+class OutputSpec:
+    """A value that an evaluation returns, as a microbatch has it; it is one of the rows of the batch, of a sum
+    over it, or ("same") equal in all microbatches.
+    """
+
+    name: str
+    how: Literal["rows", "sum", "same"]
+    shape: tuple[int, ...]
+    dtype: str
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from autoptd.trace.changed_buffers import updated_buffers
 from autoptd.trace.draws import draws, given_masks, written_out_attention
 from autoptd.trace.evaluation import evaluating, in_modes, is_training_without_dropout, modes_of
 from autoptd.trace.faithful import compare
-from autoptd.trace.loss import WithLoss
+from autoptd.trace.loss import LossAndOutputs, Outputs, WithLoss
 from autoptd.trace.own_failure import own_failure
 from autoptd.trace.padding import compare_padded
 from autoptd.trace.precision import (
@@ -41,7 +41,9 @@ __all__ = [
     "Autocast",
     "Captured",
     "Difference",
+    "LossAndOutputs",
     "Narrowing",
+    "Outputs",
     "Snapshot",
     "Stamp",
     "Traced",

@@ -2,7 +2,7 @@
 
 In: the record of the first trace (`Traced`), and the model. Out: the site in the forward that differs, "" if none.
 
-    traced = Traced.of(captured, call, loss_fn, autocast, precision, cast)
+    traced = Traced.of(model, captured, call, loss_fn, autocast, precision, cast)
     traced.differs(model)         # "layers.0: aten.mul.Tensor (net.py:41)"
 
 Values are compared, not operators: the order of operators does not matter, nor do values unused by the loss.
@@ -28,7 +28,7 @@ from autoptd.trace.changed_buffers import updated_buffers
 from autoptd.trace.differences import Reference
 from autoptd.trace.draws import any_mask, given_masks
 from autoptd.trace.evaluation import Numbers, number_values
-from autoptd.trace.loss import WithLoss
+from autoptd.trace.loss import Picked, WithLoss
 from autoptd.trace.precision import computing_in
 from autoptd.trace.reads import Reads, Stamp
 
@@ -50,10 +50,13 @@ class Traced:
     autocast: Autocast
     precision: str | None
     cast: tuple[str, ...]
+    # Whether each module was in train mode, by path.
+    modes: Mapping[str, bool]
 
     @classmethod
     def of(
         cls,
+        model: nn.Module,
         captured: Captured,
         call: tuple[tuple[Any, ...], dict[str, Any]],
         loss_fn: Callable[..., Any] | None,
@@ -65,7 +68,8 @@ class Traced:
         call = tree_map(lambda x: x.detach().cpu() if isinstance(x, Tensor) and not x.is_meta else x, call)
         constants = _constants(captured)
         trained, reads = _trained(captured), captured.reads or Reads()
-        return cls(captured.graph, trained, constants, reads, call, loss_fn, autocast, precision, cast)
+        modes = {path: module.training for path, module in model.named_modules()}
+        return cls(captured.graph, trained, constants, reads, call, loss_fn, autocast, precision, cast, modes)
 
     @property
     def _parameters(self) -> set[str]:
@@ -109,31 +113,41 @@ class Traced:
         return site((new or _results(captured.graph))[0])
 
     def is_same(self, model: nn.Module, before: Callable[[], AbstractContextManager[None]]) -> bool:
-        """Tell whether the loss and gradients of the traced call are the same as `before` some changes."""
+        """Tell whether loss, outputs and gradients of the traced call are the same as `before` some changes."""
         args, kwargs = self._call_on(model)
         twin = WithLoss(model, self.loss_fn)
         trained = {name: x for name, x in model.named_parameters() if x.requires_grad}
 
-        def run() -> Tensor:
+        def run() -> tuple[Tensor, Picked]:
             # Both runs need the same masks.
             with given_masks(any_mask):
-                return twin(*args, **kwargs)
+                return twin.results(*args, **kwargs)
 
         with computing_in(model, self.precision, self.cast), self.autocast.around(), torch.enable_grad():
             with before():
-                wanted = Reference(run(), trained, share=1.0)
+                loss, outputs = run()
+                wanted = Reference(loss, trained, share=1.0)
             try:
-                loss = run()
+                loss, others = run()
             # The model ran before the changes, so failing is a difference.
             except Exception:
                 return False
-            return max(wanted.differences(loss, trained).values()) <= TOLERANCE
+            is_same = outputs.keys() == others.keys() and all(
+                _is_near(x, others[name]) for name, x in outputs.items()
+            )
+            return is_same and max(wanted.differences(loss, trained).values()) <= TOLERANCE
 
     def _call_on(self, model: nn.Module) -> tuple[tuple[Any, ...], dict[str, Any]]:
         home = next((x.device for x in model.parameters() if not x.is_meta), torch.device("cpu"))
         return tree_map(  # type: ignore[no-any-return]
             lambda x: x.to(home) if isinstance(x, Tensor) and not x.is_meta else x, self.call
         )
+
+
+def _is_near(x: Tensor, other: Tensor) -> bool:
+    if x.shape != other.shape or not x.is_floating_point():
+        return torch.equal(x, other)
+    return bool((x - other).abs().max() <= TOLERANCE * x.abs().max()) if x.numel() else True
 
 
 def _trained(captured: Captured) -> frozenset[str]:

@@ -9,35 +9,103 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
 from autoptd.compat import tree_leaves
-from autoptd.errors import TraceError
+from autoptd.errors import TraceError, a_type
+from autoptd.ir.outputs import keep_output
 
 REMEDY = "return (output, loss) or an object with .loss from forward, or pass loss_fn= and targets="
+
+
+Outputs = str | Sequence[str] | Callable[..., Any]
+Picked = dict[str, torch.Tensor]
+# The name of an output that is given alone.
+ALONE = "output"
+
+
+@dataclass(frozen=True)
+class LossAndOutputs:
+    """A loss function, or None, and what an evaluation returns besides the loss: see `pm.eval_step`."""
+
+    loss_fn: Callable[..., Any] | None
+    outputs: Outputs
+
+    def __call__(self, output: Any, targets: Any) -> Any:
+        assert self.loss_fn is not None
+        return self.loss_fn(output, targets)
 
 
 class WithLoss(nn.Module):
     """Wrap the model and its loss: forward takes the model's arguments and returns only the scalar loss."""
 
-    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | None) -> None:
+    def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | LossAndOutputs | None) -> None:
         super().__init__()
+        self._outputs: tuple[Outputs, ...] = ()
+        if isinstance(loss_fn, LossAndOutputs):
+            # In a tuple, which makes no submodule of a module.
+            loss_fn, self._outputs = loss_fn.loss_fn, (loss_fn.outputs,)
         self.model, self.loss_fn = model, loss_fn
         # nn.Module.__init__ sets it to True.
         self.training = model.training
 
+    def twin(self) -> WithLoss:
+        """Return another wrapper of the same model, which nothing watches."""
+        wanted = [LossAndOutputs(self.loss_fn, outputs) for outputs in self._outputs]
+        return WithLoss(self.model, wanted[0] if wanted else self.loss_fn)
+
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self.loss_fn is None:
-            return find_loss(self.model(*args, **kwargs), lambda: targets_left_out(self.model, args, kwargs))
-        if "targets" not in kwargs:
+        loss, outputs = self.results(*args, **kwargs)
+        for name, x in outputs.items():
+            loss = keep_output(loss, x.detach(), name)
+        return loss
+
+    def results(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Picked]:
+        """Return the loss, and the outputs by name."""
+        call, targets = dict(kwargs), kwargs.pop("targets", None) if self.loss_fn is not None else None
+        if self.loss_fn is not None and "targets" not in call:
             raise TraceError(
                 "step", "loss_fn is given, but the call has no targets", "pass targets= with the inputs"
             )
-        targets = kwargs.pop("targets")
-        return find_loss(self.loss_fn(self.model(*args, **kwargs), targets))
+        output = self.model(*args, **kwargs)
+        if self.loss_fn is None:
+            loss = find_loss(output, lambda: targets_left_out(self.model, args, kwargs))
+        else:
+            loss = find_loss(self.loss_fn(output, targets))
+        with torch.no_grad():
+            picked = [picked_outputs(wanted, output, args, call) for wanted in self._outputs]
+        return loss, picked[0] if picked else {}
+
+
+def picked_outputs(wanted: Outputs, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Picked:
+    """Return what an evaluation returns of a model's output, by name."""
+    site = "pm.eval_step(outputs=)"
+    if callable(wanted):
+        found = wanted(output, *args, **kwargs)
+        picked = dict(found) if isinstance(found, Mapping) else {ALONE: found}
+    else:
+        names = [wanted] if isinstance(wanted, str) else list(wanted)
+        parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
+        if missing := [name for name in names if name not in parts]:
+            what = "a tensor" if isinstance(output, torch.Tensor) else a_type(output)
+            fact = f"the model returns {what}, which has no {missing[0]!r}"
+            has = [name for name, one in parts.items() if isinstance(one, torch.Tensor)]
+            remedy = (
+                f"one of {', '.join(has)}"
+                if has
+                else "a function: outputs=lambda output, *args, **kwargs: output[0]"
+            )
+            raise TraceError(site, fact, remedy)
+        picked = {name: parts[name] for name in names}
+    for name, x in picked.items():
+        if not isinstance(name, str) or not isinstance(x, torch.Tensor):
+            fact = f"gives {a_type(x)} as {name!r}"
+            raise TraceError(site, fact, "a tensor, or a dict of tensors by name")
+    return picked
 
 
 def targets_left_out(model: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[str]:

@@ -49,6 +49,7 @@ from autoptd.subject.contents import (
 )
 from autoptd.subject.storage import OWN
 from autoptd.trace.changes import differing, held_in, text_of
+from autoptd.trace.loss import LossAndOutputs
 from autoptd.trace.users import is_users_module, may_read
 
 Scope = tuple[types.CodeType, dict[str, Any]]
@@ -292,7 +293,11 @@ class Snapshot:
         self._seen: dict[int, Any] = {}
         self._classes: dict[int, type] = {}
         self._places: list[Place] = []
-        self._waiting: list[tuple[str, Any]] = [("", model), ("loss_fn", loss_fn)]
+        self._waiting: list[tuple[str, Any]] = [("", model)]
+        if isinstance(loss_fn, LossAndOutputs):
+            self._waiting += [("loss_fn", loss_fn.loss_fn), ("outputs", loss_fn.outputs)]
+        else:
+            self._waiting.append(("loss_fn", loss_fn))
         if {"environ", "getenv"} & reads.names:
             self._waiting.append(("os.environ", vars(os.environ)["_data"]))
         for setting in settings_of(reads.names):

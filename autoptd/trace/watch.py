@@ -27,7 +27,7 @@ from autoptd.errors import AutoptdError, TraceError
 from autoptd.ir.expert_mm import GroupedProducts, grouped_mm
 from autoptd.subject.storage import attribute_tensors, check_storage, own_containers
 from autoptd.trace.functions import Call, NeedsContext, call_whole, run_forward, takes_others
-from autoptd.trace.loss import WithLoss
+from autoptd.trace.loss import LossAndOutputs, WithLoss
 from autoptd.trace.results import Results
 from autoptd.trace.statistics import mark_cumulative
 from autoptd.trace.tensor_values import Branches, Checks, make_tensor
@@ -58,6 +58,7 @@ def check_model(model: nn.Module) -> None:
 
 def check_loss_fn(loss_fn: object) -> None:
     """Refuse a loss function with parameters: the optimizer would not train them."""
+    loss_fn = loss_fn.loss_fn if isinstance(loss_fn, LossAndOutputs) else loss_fn
     names = [name for name, _ in loss_fn.named_parameters()] if isinstance(loss_fn, nn.Module) else []
     if names:
         fact = f"it is a module with parameters ({', '.join(names)}), and only the model's are trained"

@@ -144,7 +144,7 @@ def _changes_of_second_call(watched: Watched, args: tuple[Any, ...], kwargs: dic
     weights is stale in later steps.
     """
     model, loss_fn = watched.model, watched.loss_fn
-    twin = WithLoss(model, loss_fn)
+    twin = watched.twin()
     first = next(model.parameters(), None)
     fake = first.fake_mode if isinstance(first, FakeTensor) else None
     # Fake parameters cannot be combined with a real batch.

@@ -39,7 +39,7 @@ from autoptd.program.program import Program
 from autoptd.subject.call import Call
 from autoptd.subject.initial.deferred import materialize
 from autoptd.subject.subject import Subject
-from autoptd.trace import Widen, check_module, check_precision, widen_inputs, widen_model
+from autoptd.trace import Outputs, Widen, check_module, check_precision, widen_inputs, widen_model
 from autoptd.verify.fresh import check_calls, fresh_calls, given_calls
 from autoptd.verify.one_device import (
     Setting,
@@ -209,9 +209,11 @@ def compare_program(model: nn.Module, program: Program, setting: Setting, calls:
 class WideCompiler(Compiler):
     """Compiles evaluations of a model whose casts to float32 are widened."""
 
-    def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+    def for_evaluation(
+        self, call: Call, first: Program, counts: tuple[int, ...] = (), outputs: Outputs | None = None
+    ) -> Program:
         with Widen():
-            return super().for_evaluation(call, first, counts)
+            return super().for_evaluation(call, first, counts, outputs)
 
 
 class Trained:

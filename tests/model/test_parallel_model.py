@@ -205,7 +205,9 @@ def test_eval_step_runs_the_program_compiled_in_eval_mode() -> None:
     batch = make_batch(rows=12)
 
     class Evaluations(Compiler):
-        def for_evaluation(self, call: Call, first: Program, counts: tuple[int, ...] = ()) -> Program:
+        def for_evaluation(
+            self, call: Call, first: Program, counts: tuple[int, ...] = (), outputs: Any = None
+        ) -> Program:
             asked.append((call[0][0].shape, first is pm.program))
             # Another batch size shows which one runs.
             return make_program(dataclasses.replace(FULL, rows=12), model)

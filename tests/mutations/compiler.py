@@ -4,6 +4,22 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/compiler/compiler.py",
+        "tests/model/test_outputs.py",
+        ("if is_training and is_same_size and outputs is None:", "if is_training and is_same_size:"),
+    ),
+    *planted(
+        "autoptd/compiler/records/outputs.py",
+        "tests/model/test_outputs.py",
+        ("shape[0] * batch.rows // batch.traced_rows", "shape[0]"),
+    ),
+    *planted(
+        "autoptd/passes/solve/batch_types.py",
+        "tests/model/test_outputs.py",
+        ("(kind.dim, kind.atom) != (0, 0)", "kind.dim != 0"),
+        ("(kind.dim, kind.atom) != (0, 0)", "kind.atom != 0"),
+    ),
+    *planted(
         "autoptd/passes/cut.py",
         "tests/passes/test_cut.py -k cut_points",
         ("return points[:: max(step, 1)]", "return points"),
@@ -65,7 +81,7 @@ MUTATIONS = (
     *planted(
         "autoptd/compiler/compiler.py",
         "tests/compiler/test_program_cache.py -k read_evaluates",
-        ("if is_same_size and first.graphs:\n", "if is_same_size:\n"),
+        ("if is_same_size and first.graphs and outputs is None:\n", "if is_same_size and outputs is None:\n"),
         ("like = first if first.graphs else first.follows", "like = first"),
     ),
     *planted(

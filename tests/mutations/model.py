@@ -4,6 +4,16 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/model/outputs.py",
+        "tests/model/test_outputs.py -k has_changed",
+        ("{self._functions.index(outputs)}", "{len(self._functions)} {id(outputs)}"),
+    ),
+    *planted(
+        "autoptd/model/outputs.py",
+        "tests/model/test_outputs.py -k another_function",
+        ("if len(self._functions) == MAX_FUNCTIONS:", "if False:"),
+    ),
+    *planted(
         "autoptd/model/adapters.py",
         "tests/model/test_adapters.py -k could_not_read",
         ("if self._module is None or self._path:", "if True:"),
@@ -117,12 +127,12 @@ MUTATIONS = (
         ("            elif name in trained:", "            else:"),
     ),
     *planted(
-        "autoptd/model/sizes.py",
+        "autoptd/model/padded_calls.py",
         "tests/model/test_lengths.py::test_rows_are_added_with_a_mask_of_ones_own",
         ("self.rows, blank), tree)", "self.rows), tree)"),
     ),
     *planted(
-        "autoptd/model/sizes.py",
+        "autoptd/model/padded_calls.py",
         "tests/parity/test_buffers.py::test_padding_would_count",
         ("check_updates(first)", "first"),
     ),

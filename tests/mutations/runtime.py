@@ -4,6 +4,14 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/runtime/step/outputs.py",
+        "tests/model/test_outputs.py",
+        ("(microbatches * spec.shape[0], *spec.shape[1:])", "(spec.shape[0], *spec.shape[1:])"),
+        ("if kept and world.replica == teller else None", "if kept else None"),
+        (".sum(0, dtype=dtype)", ".mean(0, dtype=dtype)"),
+        ("sorted(by_replica)", "reversed(sorted(by_replica))"),
+    ),
+    *planted(
         "autoptd/runtime/checkpoint/commit.py",
         "tests/runtime/checkpoint/test_bad_input.py -k neighbour",
         ("if not here.name or not here.parent", "if not here.parent"),

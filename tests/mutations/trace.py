@@ -4,6 +4,24 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/trace/again.py",
+        "tests/model/test_outputs.py -k has_changed",
+        ("outputs.keys() == others.keys() and all(", "True or all("),
+    ),
+    *planted(
+        "autoptd/trace/loss.py",
+        "tests/model/test_outputs.py -k collects",
+        (
+            "return WithLoss(self.model, wanted[0] if wanted else self.loss_fn)",
+            "return WithLoss(self.model, self.loss_fn)",
+        ),
+    ),
+    *planted(
+        "autoptd/trace/reads.py",
+        "tests/model/test_outputs.py -k has_changed",
+        (', ("outputs", loss_fn.outputs)]', "]"),
+    ),
+    *planted(
         "autoptd/ir/buffers.py",
         "tests/subject/test_copies.py",
         ("if one.dtype.itemsize > 1 or not one.is_floating_point():", "if True:"),

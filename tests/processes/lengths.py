@@ -43,11 +43,24 @@ def trains(pm: ParallelModel, rank: int) -> None:
         with torch.no_grad():
             wanted = loss_of(model, x, y)
         torch.testing.assert_close(pm.eval_step(*pm.local_batch(x, y)), wanted, rtol=1e-9, atol=1e-9)
+        loss, found = pm.eval_step(*pm.local_batch(x, y), outputs=outputs)
+        torch.testing.assert_close(loss, wanted, rtol=1e-9, atol=1e-9)
+        with torch.no_grad():
+            expected = outputs(model(x, y), x, y)
+        # All ranks have the rows of their replica, and sums over the whole batch.
+        replica, replicas = pm.share
+        expected["logits"] = expected["logits"].chunk(replicas)[replica]
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     state = pm.state_dict()
     for name, x in model.state_dict().items():
         if rank == 0:
             torch.testing.assert_close(state[name], x, rtol=1e-9, atol=1e-9)
     assert len(pm.programs) == 3
+
+
+def outputs(output: Any, x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+    right = output[0].argmax(-1) == y
+    return {"logits": output[0], "right": right.sum(), "twos": torch.full((3,), 2, dtype=torch.int8)}
 
 
 def loss_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:

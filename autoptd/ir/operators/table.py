@@ -295,6 +295,8 @@ OPERATORS = [
     # Updates of buffers in forward (`ir/updates.py`).
     Operator("autoptd.update_buffer", links=no_links, linear=FIRST, variable="loss"),
     Operator("autoptd.keep_part", links=no_links, linear=FIRST, text="self.keep_part", variable="loss"),
+    # What an evaluation returns besides the loss (`ir/outputs.py`).
+    Operator("autoptd.keep_output", links=no_links, linear=FIRST, text="self.keep_output", variable="loss"),
     # Linear: all addends share one mask.
     Operator("aten.dropout", links=pointwise_links, linear=FIRST, is_random=True),
     # These read only the shape of the operand.

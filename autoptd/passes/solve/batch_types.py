@@ -37,6 +37,7 @@ from autoptd.ir.notes import (
 from autoptd.ir.operators.links import UNCOUNTED
 from autoptd.ir.operators.record import CLASSES, QUERIES, argument, operands
 from autoptd.ir.operators.table import linear_groups, operator_of
+from autoptd.ir.outputs import OUTPUT
 from autoptd.ir.types import I, P, R, S, ValueType
 from autoptd.ir.updates import KEEP
 from autoptd.options.elsewhere import NORMS, SORTS
@@ -134,6 +135,8 @@ def type_of(node: Node, axes: Axes, constants: Constants, mixes: bool) -> ValueT
         return _marked_type(node)
     if op_name(node) == KEEP:
         return _kept_type(node)
+    if op_name(node) == OUTPUT:
+        return _output_type(node)
     read = list(dict.fromkeys(operands(node)))
     types = {operand: note(operand).layout.batch for operand in read}
     split = {operand: kind for operand, kind in types.items() if kind.kind == "S"}
@@ -238,6 +241,21 @@ def _kept_type(node: Node) -> ValueType:
         note(node).rows = replace(note(node).rows, taken_whole=[part])
     if (kind.kind == "P") != node.args[3]:
         raise InternalError(site(node), f"keeps a part that is {kind} over the batch")
+    if note(loss).rows.of_all:
+        note(node).rows = replace(note(node).rows, of_all=True)
+    return note(loss).layout.batch
+
+
+def _output_type(node: Node) -> ValueType:
+    """Return the type of a loss that keeps an output alive: rows of the batch, a sum over it, or what no row changes."""
+    loss, x = operands(node)
+    kind = note(x).layout.batch
+    if kind.kind == "S" and (kind.dim, kind.atom) != (0, 0):
+        fact = f"outputs= gives {node.args[2]!r} of shape {shape(x)}, whose outermost dim is not the batch"
+        raise PlanError(site(x), fact, "a value with the batch in dim 0, one sample after the other")
+    if note(x).rows.is_largest:
+        fact = f"outputs= gives {node.args[2]!r}, the largest entries over the batch, and each microbatch has its own"
+        raise PlanError(site(x), fact, "the largest of each sample, and their maximum outside")
     if note(loss).rows.of_all:
         note(node).rows = replace(note(node).rows, of_all=True)
     return note(loss).layout.batch

@@ -129,18 +129,21 @@ def _differing(replica: Mapping[int, list[int]]) -> list[str]:
 class Sizes:
     """The call, the shape of every tensor of it, by name, and its other arguments, by number, as text.
 
-    `rows` are those of every replica, in an evaluation where they are not equal.
+    `rows` are those of every replica, in an evaluation where they are not equal; `outputs` names what it returns besides
+    the loss.
     """
 
     call: str
     shapes: tuple[tuple[str, tuple[int, ...]], ...]
     constants: tuple[tuple[int, str], ...] = ()
     rows: tuple[int, ...] = ()
+    outputs: str = ""
 
     def __str__(self) -> str:
         texts = [f"{name} {list(shape)}" for name, shape in self.shapes]
         texts += [f"argument {number} = {text}" for number, text in self.constants]
-        return ", ".join(texts + ([f"rows by replica {list(self.rows)}"] if self.rows else []))
+        texts += [f"rows by replica {list(self.rows)}"] if self.rows else []
+        return ", ".join(texts + ([f"outputs={self.outputs}"] if self.outputs else []))
 
     def rows_of(self, batched: Collection[str]) -> int:
         """Return the rows of the first tensor among `batched`; 0 without one."""

@@ -91,6 +91,8 @@ class Executor:
         if program.updated:
             updates = load_updates(program, self._title(UPDATES))
             self._updates = updates(program, self.buffers, world.device)
+        # Of the last evaluation, until they are taken.
+        self.outputs: dict[str, list[torch.Tensor]] = {}
         # The dtype of the loss: seen on the rank of the loss stage, agreed on at the end of the first step.
         self._seen_dtype: torch.dtype | None = None
         self._loss_dtype: torch.dtype | None = None
@@ -184,6 +186,7 @@ class Executor:
         forward = [pair for pair in self._order if pair[0].kind in FORWARD]
         with self.guard():
             self._run(microbatches, [pair for pair in forward if pair[0].microbatch < len(microbatches)])
+            self.outputs = {name: x for stage in self.stages.values() for name, x in stage.outputs.items()}
             loss = self._global_loss()
             self._update_buffers()
             self.world.raise_first_fault()
@@ -238,6 +241,7 @@ class Executor:
         for stage in self.stages.values():
             stage.deferred.take()
             stage.parts = {}
+            stage.outputs = {}
 
     def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
         self.params.check_storage()

@@ -77,6 +77,8 @@ class Stage:
         self.totals: tuple[float | torch.Tensor, ...] = ()
         self.sums: dict[int, torch.Tensor] = {}
         self.parts: dict[int, torch.Tensor] = {}
+        # By name, of every microbatch.
+        self.outputs: dict[str, list[torch.Tensor]] = {}
         self.drawing: Drawing | None = None
         # Set before the first forward that needs gradients.
         self.main_grads: WeightGradient | None = None
@@ -148,6 +150,11 @@ class Stage:
             self.parts[number] = part.detach().to(torch.float64, copy=True)
         elif is_sum:
             self.parts[number] += part.detach()
+        return loss
+
+    def keep_output(self, loss: torch.Tensor, x: torch.Tensor, name: str) -> torch.Tensor:
+        """Return the loss; keep what an evaluation returns for a microbatch."""
+        self.outputs.setdefault(name, []).append(x.detach())
         return loss
 
     @cached_property

@@ -127,7 +127,6 @@ ELSEWHERE = {
     "trace/users.py: NO_STATE": "methods of nn.Module, some of which torch has as operators too",
     "trace/functionalize.py: FORMS": "the normal form of a trace",
     "trace/record.py: COPIES": "what torch.tensor calls, which no graph has",
-    "trace/results.py: ASKS_AUTOGRAD": "what shows how autograd made a tensor",
     "trace/precision.py: TAKES_ANY": "which dtypes kernels mix, which torch's schema does not say",
     "trace/tensor_values.py: COMPARISONS": "what is compared while a forward is traced",
     "trace/statistics.py: DEVIATIONS": "the normal form of a trace",

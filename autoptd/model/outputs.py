@@ -1,0 +1,66 @@
+"""What evaluations return besides the loss: how it is asked for, and how it is brought together.
+
+In: `outputs` of `pm.eval_step`. Out: a name, which is the same on all ranks; the tensors, in the form that was asked for.
+
+    names = OutputNames()
+    names.name_of("logits")     # "'logits'"
+    bring_together(ranks, program, "logits", counts)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from autoptd.errors import PlanError
+from autoptd.program.program import Program
+from autoptd.runtime.step.launch import Rank, RunningRanks
+from autoptd.runtime.step.outputs import SITE, gathered, joined
+from autoptd.trace.loss import ALONE, Outputs
+
+# Each function is compiled.
+MAX_FUNCTIONS = 8
+ARGUMENT = "pm.eval_step(outputs=)"
+
+
+class OutputNames:
+    """Name the outputs that are asked for; a function keeps its name from call to call."""
+
+    def __init__(self) -> None:
+        self._functions: list[Callable[..., Any]] = []
+
+    def name_of(self, outputs: Outputs | None) -> str:
+        """Return the name of some outputs; PlanError for one function too many."""
+        if outputs is None:
+            return ""
+        if not callable(outputs):
+            return repr(outputs if isinstance(outputs, str) else list(outputs))
+        # A bound method is another object in each call, and equal to the last one.
+        if outputs not in self._functions:
+            if len(self._functions) == MAX_FUNCTIONS:
+                fact = f"is another function than the {MAX_FUNCTIONS} before, and each one is compiled"
+                remedy = "the same function in every call: a lambda within a loop is another one each time"
+                raise PlanError(ARGUMENT, fact, remedy)
+            self._functions.append(outputs)
+        return f"function {self._functions.index(outputs)}"
+
+
+def bring_together(
+    ranks: RunningRanks, program: Program, outputs: Outputs, count: Callable[[Rank], int]
+) -> Any:
+    """Return what the last evaluation has kept; `count` returns the microbatches of a rank. Collective."""
+    by_replica: dict[int, dict[str, torch.Tensor]] = {}
+
+    def gather(rank: Rank) -> None:
+        executor = rank.evaluator
+        by_replica[ranks.replica_of(rank)] = gathered(program, executor.outputs, rank.world, count(rank))
+        executor.outputs = {}
+
+    ranks.unrecorded.run(SITE, gather)
+    found = joined(program, by_replica)
+    return found[outputs] if isinstance(outputs, str) else found.get(ALONE, found)
+
+
+__all__ = ["ARGUMENT", "OutputNames", "bring_together"]
