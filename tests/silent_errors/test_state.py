@@ -1,0 +1,126 @@
+"""Random numbers, saved state on another mesh, buffers and initial values. See `docs/silent-errors.md`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autoptd
+from autoptd.verify.one_device import masks_of
+from tests.silent_errors.models import HEADS, ROWS, VOCAB, WIDTH, Block, Mlp, batch, cross_entropy, decoder, of_blocks
+from tests.silent_errors.pair import Pair, near
+
+IDS, LABELS = batch()
+
+
+class Fused(nn.Module):
+    """Queries, keys and values of all heads in one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (y.unflatten(-1, (HEADS, -1)).transpose(1, 2) for y in self.qkv(x).chunk(3, dim=-1))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
+def test_a_fused_weight_on_another_mesh(tmp_path: Path) -> None:
+    """Fails if a rank's rows are taken for consecutive ones, and for moments of others: no `load` of the optimizer."""
+    model = of_blocks(lambda: Block(Fused()), lambda: Block(Fused()))
+    with Pair(model, (IDS, LABELS), t=2) as pair:
+        pair.train(IDS, LABELS)
+        assert pair.kind("layers.0.attention.qkv.weight") == "S"
+        with pair.resumed(tmp_path / "saved", (IDS, LABELS), t=4, p=2, zero=1) as other:
+            for step in (1, 2):
+                other.train(IDS.roll(step, 0), LABELS)
+
+
+def dropping(**asked: Any) -> Pair:
+    model = of_blocks(*[lambda: Block(mlp=Mlp(drop=0.25))] * 2)
+    return Pair(model, (IDS, LABELS), **asked)
+
+
+def test_dropout_after_resuming_on_another_mesh(tmp_path: Path) -> None:
+    """Fails if masks begin again, or come from a rank's own state: `pm.steps = 0` after the load."""
+    with dropping(t=2, sequence_parallel=True) as pair:
+        for _ in range(2):
+            pair.train(IDS, LABELS)
+        with pair.resumed(tmp_path / "saved", (IDS, LABELS), d=2, p=2) as other:
+            assert other.pm.steps == 2
+            other.train(IDS, LABELS)
+
+
+def test_replicas_drop_other_elements() -> None:
+    """Fails for masks by a rank's own rows: all rows are alike, so equal masks would be seen in the gradients."""
+    ids, labels = IDS[:1].expand(ROWS, -1), LABELS[:1].expand(ROWS, -1)
+    with dropping(d=2, num_microbatches=2) as pair:
+        pair.train(ids, labels)
+        with masks_of(pair.pm.program, pair.pm.steps):
+            rows = F.dropout(torch.ones(ROWS, 8, 2 * WIDTH), 0.25)
+        assert len({tuple(row.flatten().tolist()) for row in rows}) == ROWS
+
+
+@pytest.mark.parametrize("split", [False, True], ids=["whole", "tokens"])
+def test_tensor_ranks_drop_the_elements_of_one_device(split: bool) -> None:
+    """Fails if ranks drop other elements of a whole value, or the same ones of their tokens: `seed=1` on one side."""
+    with dropping(t=2, sequence_parallel=split) as pair:
+        pair.train(IDS, LABELS)
+
+
+def test_recomputation_drops_the_same_elements() -> None:
+    """Fails if backward draws again: the masks of the next step in it."""
+    with dropping(t=2, recompute="full") as pair:
+        pair.train(IDS, LABELS)
+        pair.train(IDS, LABELS)
+
+
+class Normalised(nn.Module):
+    """Batch norm over all rows."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(VOCAB, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids).transpose(1, 2)).transpose(1, 2)
+        return cross_entropy(self.head(x), labels)
+
+
+def test_statistics_of_the_whole_batch() -> None:
+    """Fails for statistics of a replica's rows, and for buffers of one of them: rows of the first on one device."""
+    torch.manual_seed(0)
+    with Pair(Normalised(), (IDS, LABELS), d=2) as pair:
+        pair.train(IDS, LABELS)
+        pair.train(IDS.flip(1), LABELS)
+        assert {"norm.running_mean", "norm.running_var"} <= pair.pm.state_dict().keys()
+
+
+def test_statistics_over_microbatches_are_refused() -> None:
+    """Fails if nothing is raised: a microbatch cannot know the rows of the next."""
+    torch.manual_seed(0)
+    with pytest.raises(autoptd.PlanError, match="norm"):
+        Pair(Normalised(), (IDS, LABELS), num_microbatches=2)
+
+
+def test_ranks_begin_with_equal_weights() -> None:
+    """Fails if each rank draws its own: another `manual_seed` per rank in `deferred`."""
+    torch.manual_seed(0)
+    with autoptd.deferred():
+        model = decoder(2)
+    made = autoptd.materialize(model).state_dict()
+    pm = autoptd.parallelize(model, t=2, d=2, backend="local", example_inputs=(IDS, LABELS))
+    near(pm.state_dict(), made)
+    whole = pm.rank_parameters(0)
+    for rank in range(1, 4):
+        for name, x in pm.rank_parameters(rank).items():
+            if x.shape == made[name].shape:
+                assert torch.equal(x, whole[name]) and torch.equal(x, made[name]), name
+    pm.close()
