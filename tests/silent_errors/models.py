@@ -61,7 +61,11 @@ class Attention(nn.Module):
 class Mlp(nn.Module):
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH), nn.Dropout(drop)
+        self.up, self.down, self.drop = (
+            nn.Linear(WIDTH, 2 * WIDTH),
+            nn.Linear(2 * WIDTH, WIDTH),
+            nn.Dropout(drop),
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.drop(self.down(self.drop(F.gelu(self.up(x)))))
@@ -84,7 +88,12 @@ class Decoder(nn.Module):
     """Learned positions, blocks, and a head, which may be tied; `loss` of (logits, labels)."""
 
     def __init__(
-        self, blocks: Iterable[nn.Module], loss: Loss = cross_entropy, vocab: int = VOCAB, *, tied: bool = False
+        self,
+        blocks: Iterable[nn.Module],
+        loss: Loss = cross_entropy,
+        vocab: int = VOCAB,
+        *,
+        tied: bool = False,
     ) -> None:
         super().__init__()
         self.embed, self.positions = nn.Embedding(vocab, WIDTH), nn.Embedding(2 * LENGTH, WIDTH)
@@ -104,7 +113,9 @@ class Decoder(nn.Module):
         return self.loss(self.head(self.hidden(ids)), labels)
 
 
-def decoder(layers: int = 1, loss: Loss = cross_entropy, vocab: int = VOCAB, *, tied: bool = False) -> Decoder:
+def decoder(
+    layers: int = 1, loss: Loss = cross_entropy, vocab: int = VOCAB, *, tied: bool = False
+) -> Decoder:
     torch.manual_seed(0)
     return Decoder([Block() for _ in range(layers)], loss, vocab, tied=tied)
 

@@ -53,7 +53,9 @@ def near(found: dict[str, Tensor], wanted: dict[str, Tensor], floor: float = 0.0
 class Pair:
     """`plain` is the model on one device, `pm` the same on a mesh; `seed` draws the dropout masks of both."""
 
-    def __init__(self, model: nn.Module, batch: Sequence[Any], groups: Groups = everything, **asked: Any) -> None:
+    def __init__(
+        self, model: nn.Module, batch: Sequence[Any], groups: Groups = everything, **asked: Any
+    ) -> None:
         self.plain = copy.deepcopy(model).double()
         asked = {"backend": "local", "example_inputs": wide(batch), **asked}
         self.pm = autoptd.parallelize(self.plain, **asked)
@@ -128,7 +130,10 @@ class Pair:
     def kind(self, name: str, axis: str = "tp") -> str:
         """The letter of a parameter's type over an axis: S sharded, R its gradients are summed, I neither."""
         layout = self.pm.programs[-1].param(name).use.layout
-        return "".join(sorted({kind.kind for part, kind in layout.over_mesh if part.split(":")[0] == axis})) or "I"
+        return (
+            "".join(sorted({kind.kind for part, kind in layout.over_mesh if part.split(":")[0] == axis}))
+            or "I"
+        )
 
     def stages(self, name: str) -> tuple[int, ...]:
         return self.pm.programs[-1].param(name).stages

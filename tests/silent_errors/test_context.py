@@ -10,7 +10,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
-from tests.silent_errors.models import VOCAB, WIDTH, Attention, Block, Decoder, batch, cross_entropy, decoder, of_blocks
+from tests.silent_errors.models import (
+    WIDTH,
+    Attention,
+    Block,
+    Decoder,
+    batch,
+    cross_entropy,
+    decoder,
+    of_blocks,
+)
 from tests.silent_errors.pair import Pair
 
 IDS, LABELS = batch()

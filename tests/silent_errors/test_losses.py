@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.silent_errors.models import (
     LENGTH,
+    ROWS,
     VOCAB,
     WIDTH,
     Block,
@@ -25,7 +26,7 @@ UNEVEN = uneven(LABELS)
 
 
 def test_label_smoothing_over_a_split_vocabulary() -> None:
-    """Fails if the smoothing divides by the vocabulary of a rank: `* 2` at it in the one-device loss."""
+    """Fails if a rank smooths over its own part: the mean over half of the vocabulary on one device."""
 
     def smooth(logits: Tensor, labels: Tensor) -> Tensor:
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), label_smoothing=0.2)
@@ -65,6 +66,7 @@ def test_logits_that_are_also_read_whole() -> None:
 
     with Pair(decoder(loss=both), (IDS, LABELS), t=2) as pair:
         pair.train(IDS, LABELS)
+        assert pair.kind("head.weight") == "S"
 
 
 def test_microbatches_with_unequal_numbers_of_labels() -> None:
@@ -72,16 +74,12 @@ def test_microbatches_with_unequal_numbers_of_labels() -> None:
     model = decoder()
     with Pair(model, (IDS, UNEVEN), num_microbatches=4) as pair:
         loss = pair.train(IDS, UNEVEN)
-    parts = [cross_entropy(*_logits(model, rows, labels)) for rows, labels in zip(IDS.split(2), UNEVEN.split(2))]
-    assert abs(float(torch.stack(parts).nanmean()) - loss) > 1e-3
-
-
-def _logits(model: Decoder, ids: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    return model.head(model.hidden(ids)), labels
+    parts = [float(model(*rows).detach()) for rows in zip(IDS.split(2), UNEVEN.split(2), strict=True)]
+    assert abs(sum(parts) / len(parts) - loss) > 1e-3
 
 
 def test_replicas_and_microbatches_with_unequal_numbers_of_labels() -> None:
-    """Fails for a weight by rows: `dp` ranks and microbatches have 3 to 16 labels; the first row has none."""
+    """Fails for the mean of the four parts' means on one device; the first row has no label at all."""
     with Pair(decoder(2), (IDS, UNEVEN), d=2, p=2, num_microbatches=2) as pair:
         pair.train(IDS, UNEVEN, max_norm=0.1)
         swapped = UNEVEN.flip(0)
@@ -89,7 +87,7 @@ def test_replicas_and_microbatches_with_unequal_numbers_of_labels() -> None:
 
 
 def test_label_smoothing_over_microbatches_with_unequal_numbers_of_labels() -> None:
-    """Fails if the smoothed part is divided by the labels of a microbatch: its mean of means on one device."""
+    """Fails if microbatches divide by their own labels: the mean of their means on one device."""
 
     def smoothed(logits: Tensor, labels: Tensor) -> Tensor:
         counted = labels != -100
@@ -132,11 +130,11 @@ def test_labels_that_are_shifted_across_context_ranks() -> None:
 
 
 def test_a_second_prediction_counts_its_own_labels() -> None:
-    """Fails if both losses are divided by the labels of the first: one `sum / count` on one device."""
+    """Fails if both losses are divided by the labels of the first: one count on one device."""
     torch.manual_seed(0)
     labels = LABELS.clone()
-    labels[:, : LENGTH // 2 + 1] = -100  # the first context rank has none of the first loss, and some of the second
-    labels[1::2, LENGTH // 2 :] = -100
+    labels[:, : LENGTH // 2 + 1] = -100
+    labels[ROWS // 2 :, 1] = LABELS[ROWS // 2 :, 1]  # of the first loss alone, and of one replica
     with Pair(Shifting(), (IDS, labels), c=2, d=2) as pair:
         pair.train(IDS, labels)
 
@@ -149,7 +147,7 @@ class Balanced(nn.Module):
         self.embed, self.router = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 4, bias=False)
         self.up = nn.Parameter(torch.randn(4, WIDTH, 2 * WIDTH) / 4)
         self.down = nn.Parameter(torch.randn(4, 2 * WIDTH, WIDTH) / 6)
-        self.head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.head, self.share = nn.Linear(WIDTH, VOCAB, bias=False), 0.5
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -158,7 +156,7 @@ class Balanced(nn.Module):
         x = x + torch.einsum("bsef,efh,bse->bsh", hidden, self.down, probabilities)
         chosen = F.one_hot(probabilities.argmax(-1), 4).to(x.dtype)
         balance = 4 * (chosen.mean((0, 1)) * probabilities.mean((0, 1))).sum()
-        return cross_entropy(self.head(x), labels) + 0.5 * balance
+        return cross_entropy(self.head(x), labels) + self.share * balance
 
 
 @pytest.mark.parametrize("mesh", [{"d": 2}, {"t": 2}, {"c": 2}], ids=str)
@@ -183,7 +181,7 @@ class Contrastive(nn.Module):
 
 
 def test_negatives_of_other_replicas() -> None:
-    """Fails for a row's own replica alone, and for positives next to negatives: `p, n` swapped on one device."""
+    """Fails for the mean of the replicas' own losses, and with positives and negatives swapped on one device."""
     torch.manual_seed(0)
     texts = (IDS, LABELS, IDS.flip(0))
     with Pair(Contrastive(), texts, d=2) as pair:

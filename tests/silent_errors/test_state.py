@@ -12,7 +12,18 @@ from torch import Tensor, nn
 
 import autoptd
 from autoptd.verify.one_device import masks_of
-from tests.silent_errors.models import HEADS, ROWS, VOCAB, WIDTH, Block, Mlp, batch, cross_entropy, decoder, of_blocks
+from tests.silent_errors.models import (
+    HEADS,
+    ROWS,
+    VOCAB,
+    WIDTH,
+    Block,
+    Mlp,
+    batch,
+    cross_entropy,
+    decoder,
+    of_blocks,
+)
 from tests.silent_errors.pair import Pair, near
 
 IDS, LABELS = batch()
@@ -32,7 +43,7 @@ class Fused(nn.Module):
 
 
 def test_a_fused_weight_on_another_mesh(tmp_path: Path) -> None:
-    """Fails if a rank's rows are taken for consecutive ones, and for moments of others: no `load` of the optimizer."""
+    """Fails if weights are permuted, or moments left out: `load(strict=False)` without the optimizer."""
     model = of_blocks(lambda: Block(Fused()), lambda: Block(Fused()))
     with Pair(model, (IDS, LABELS), t=2) as pair:
         pair.train(IDS, LABELS)
@@ -48,7 +59,7 @@ def dropping(**asked: Any) -> Pair:
 
 
 def test_dropout_after_resuming_on_another_mesh(tmp_path: Path) -> None:
-    """Fails if masks begin again, or come from a rank's own state: `pm.steps = 0` after the load."""
+    """Fails if masks do not continue: those of the next step on one device after the load."""
     with dropping(t=2, sequence_parallel=True) as pair:
         for _ in range(2):
             pair.train(IDS, LABELS)
@@ -58,7 +69,7 @@ def test_dropout_after_resuming_on_another_mesh(tmp_path: Path) -> None:
 
 
 def test_replicas_drop_other_elements() -> None:
-    """Fails for masks by a rank's own rows: all rows are alike, so equal masks would be seen in the gradients."""
+    """Fails for masks of a replica's own rows: `first_row % 4` in `draw_masks`. All rows are alike."""
     ids, labels = IDS[:1].expand(ROWS, -1), LABELS[:1].expand(ROWS, -1)
     with dropping(d=2, num_microbatches=2) as pair:
         pair.train(ids, labels)
@@ -69,13 +80,13 @@ def test_replicas_drop_other_elements() -> None:
 
 @pytest.mark.parametrize("split", [False, True], ids=["whole", "tokens"])
 def test_tensor_ranks_drop_the_elements_of_one_device(split: bool) -> None:
-    """Fails if ranks drop other elements of a whole value, or the same ones of their tokens: `seed=1` on one side."""
+    """Fails for any other mask: those of the next step on one device."""
     with dropping(t=2, sequence_parallel=split) as pair:
         pair.train(IDS, LABELS)
 
 
 def test_recomputation_drops_the_same_elements() -> None:
-    """Fails if backward draws again: the masks of the next step in it."""
+    """Fails if backward draws again: the masks of another step in the recomputation."""
     with dropping(t=2, recompute="full") as pair:
         pair.train(IDS, LABELS)
         pair.train(IDS, LABELS)
@@ -95,7 +106,7 @@ class Normalised(nn.Module):
 
 
 def test_statistics_of_the_whole_batch() -> None:
-    """Fails for statistics of a replica's rows, and for buffers of one of them: rows of the first on one device."""
+    """Fails for statistics of a replica's rows: the mean of two halves' losses on one device."""
     torch.manual_seed(0)
     with Pair(Normalised(), (IDS, LABELS), d=2) as pair:
         pair.train(IDS, LABELS)
@@ -111,7 +122,7 @@ def test_statistics_over_microbatches_are_refused() -> None:
 
 
 def test_ranks_begin_with_equal_weights() -> None:
-    """Fails if each rank draws its own: another `manual_seed` per rank in `deferred`."""
+    """Fails if any rank has other values than `materialize` gives: `+ 1e-3` to one of them there."""
     torch.manual_seed(0)
     with autoptd.deferred():
         model = decoder(2)
