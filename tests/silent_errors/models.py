@@ -58,6 +58,30 @@ class Attention(nn.Module):
         return self.out(y.transpose(1, 2).flatten(2))
 
 
+class Latent(nn.Module):
+    """Keys and values through a narrow layer, and a factor of keys that all heads share (as in DeepSeek-AI 2024)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.narrow, self.norm, self.shared = (
+            nn.Linear(WIDTH, 3),
+            nn.RMSNorm(3),
+            nn.Linear(WIDTH, WIDTH // HEADS),
+        )
+        self.q, self.wide, self.out = (
+            nn.Linear(WIDTH, WIDTH),
+            nn.Linear(3, 2 * WIDTH),
+            nn.Linear(WIDTH, WIDTH),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        k, v = self.wide(self.norm(self.narrow(x))).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, -1)
+        k = k * self.shared(x)[:, None].tanh()
+        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2))
+
+
 class Mlp(nn.Module):
     def __init__(self, drop: float = 0.0) -> None:
         super().__init__()

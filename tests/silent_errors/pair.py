@@ -58,7 +58,7 @@ class Pair:
     ) -> None:
         self.plain = copy.deepcopy(model).double()
         asked = {"backend": "local", "example_inputs": wide(batch), **asked}
-        self.pm = autoptd.parallelize(self.plain, **asked)
+        self.pm = autoptd.parallelize(copy.deepcopy(self.plain), **asked)
         keywords: dict[str, Any] = {"lr": LR, "eps": 1e-3, "weight_decay": 0.1}
         self.theirs = torch.optim.AdamW(groups(list(self.plain.named_parameters())), **keywords)
         self.ours = self.pm.optimizer(torch.optim.AdamW, groups(list(self.pm.named_parameters())), **keywords)

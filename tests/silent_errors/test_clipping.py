@@ -1,10 +1,11 @@
-"""The norm of all gradients, what it is multiplied into, and decisions that all ranks take alike. See `docs/silent-errors.md`."""
+"""The norm of all gradients, and decisions that all ranks take alike. See `docs/silent-errors.md`."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -12,29 +13,10 @@ import autoptd
 from tests.parity.models import batch as gpt_batch
 from tests.parity.models import gpt
 from tests.parity.test_fp16 import planted
-from tests.silent_errors.models import HEADS, WIDTH, Attention, Block, batch, decoder, of_blocks
+from tests.silent_errors.models import HEADS, Attention, Block, Latent, batch, decoder, of_blocks
 from tests.silent_errors.pair import Pair
 
 IDS, LABELS = batch()
-
-
-class Latent(nn.Module):
-    """Keys and values through a narrow layer that all tensor ranks have (DeepSeek-AI 2024)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.narrow, self.norm = nn.Linear(WIDTH, 3), nn.RMSNorm(3)
-        self.q, self.wide, self.out = (
-            nn.Linear(WIDTH, WIDTH),
-            nn.Linear(3, 2 * WIDTH),
-            nn.Linear(WIDTH, WIDTH),
-        )
-
-    def forward(self, x: Tensor) -> Tensor:
-        k, v = self.wide(self.norm(self.narrow(x))).unflatten(-1, (HEADS, -1)).transpose(1, 2).chunk(2, -1)
-        q = self.q(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
-        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.out(y.transpose(1, 2).flatten(2))
 
 
 def test_replicated_weights_count_once_in_the_norm() -> None:
@@ -82,6 +64,14 @@ def test_gradients_are_multiplied_by_the_clip_factor() -> None:
         largest = max(float(x.abs().max()) for x in pair.gradients().values())
         assert pair.clip(1e-3) > 1e-2
         assert max(float(x.abs().max()) for x in pair.pm.gradients().values()) < largest / 10
+
+
+def test_the_norm_of_a_part_is_refused() -> None:
+    """Fails if nothing is raised: torch's own clipping would see the shards of one rank."""
+    with Pair(decoder(), (IDS, LABELS), t=2, d=2, zero=1) as pair:
+        pair.backward(IDS, LABELS)
+        with pytest.raises(autoptd.PlanError, match=r"pm\.clip_grad_norm_"):
+            torch.nn.utils.clip_grad_norm_(pair.pm.parameters(), 0.1)
 
 
 def test_an_overflow_on_one_rank_skips_the_step_of_all() -> None:

@@ -14,6 +14,8 @@ from tests.silent_errors.models import (
     WIDTH,
     Attention,
     Block,
+    Decoder,
+    Latent,
     batch,
     decoder,
     of_blocks,
@@ -44,6 +46,15 @@ def test_key_heads_that_tensor_ranks_share(kv: int) -> None:
     with Pair(of_blocks(lambda: Block(Attention(kv))), (IDS, LABELS), t=4) as pair:
         pair.train(IDS, LABELS)
         assert pair.kind("layers.0.attention.q.weight") == "S"
+
+
+def test_a_part_of_keys_that_all_heads_share() -> None:
+    """Fails without the sum over tp (`ParamSpec.sums` over dp alone): each rank has the part of its heads."""
+    whole = {"shard": [{"pattern": "layers.*.attention.shared.weight", "dim": None, "axis": "tp"}]}
+    with Pair(of_blocks(lambda: Block(Latent())), (IDS, LABELS), t=2, plan=whole) as pair:
+        pair.train(IDS, LABELS)
+        assert pair.kind("layers.0.attention.q.weight") == "S"
+        assert pair.kind("layers.0.attention.shared.weight") == "R"
 
 
 class Experts(nn.Module):
@@ -204,6 +215,31 @@ def test_layers_that_stages_do_not_divide() -> None:
     with Pair(decoder(5), (IDS, LABELS), p=2, v=2, num_microbatches=2) as pair:
         pair.train(IDS, LABELS)
         assert {s for i in range(5) for s in pair.stages(f"layers.{i}.mlp.up.weight")} >= {0, 1, 2, 3}
+
+
+def test_the_last_microbatch_is_in_the_sum() -> None:
+    """Fails if it is not in the sum of all replicas: the loss of the other rows on one device."""
+    with Pair(decoder(), (IDS, LABELS), d=2, zero=1, num_microbatches=4) as pair:
+        pair.train(IDS, LABELS, max_norm=0.1)
+        pair.train(IDS, LABELS)
+
+
+class Partly(Decoder):
+    """A first block that learns nothing."""
+
+    def hidden(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        for i, layer in enumerate(self.layers):
+            x = layer(x) if i else layer(x).detach()
+        return self.norm(x)
+
+
+def test_weights_without_a_gradient_stay() -> None:
+    """Fails if they are decayed where others have one: `* 0.99` on one device."""
+    torch.manual_seed(0)
+    with Pair(Partly([Block(), Block()]), (IDS, LABELS), t=2, d=2, zero=1) as pair:
+        pair.train(IDS, LABELS, max_norm=0.1)
+        assert "layers.0.mlp.up.weight" not in pair.gradients()
 
 
 def test_context_ranks_of_one_replica() -> None:

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+import autoptd
 from tests.silent_errors.models import (
     LENGTH,
     ROWS,
@@ -165,6 +166,75 @@ def test_an_auxiliary_loss_counts_once(mesh: dict[str, int]) -> None:
     torch.manual_seed(0)
     with Pair(Balanced(), (IDS, UNEVEN), **mesh) as pair:
         pair.train(IDS, UNEVEN)
+
+
+class RouterLoss(nn.Module):
+    """A router whose logits are kept small, token by token (Zoph et al. 2022)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.router = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, 4, bias=False)
+        self.head, self.share = nn.Linear(WIDTH, VOCAB, bias=False), 0.1
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        x = self.embed(ids)
+        scores = self.router(x)
+        logits = self.head(x * scores.softmax(-1).amax(-1, keepdim=True))
+        return cross_entropy(logits, labels) + self.share * scores.logsumexp(-1).square().mean()
+
+
+def test_an_auxiliary_loss_over_microbatches() -> None:
+    """Fails if each microbatch adds it in full: `share` * 4 on one device."""
+    torch.manual_seed(0)
+    with Pair(RouterLoss(), (IDS, UNEVEN), t=2, d=2, num_microbatches=4) as pair:
+        pair.train(IDS, UNEVEN)
+
+
+def test_a_loss_of_the_whole_batch_over_microbatches_is_refused() -> None:
+    """Fails if nothing is raised: a product of two means is not the mean of the products of microbatches."""
+    with pytest.raises(autoptd.PlanError, match=r"per_microbatch|num_microbatches"):
+        Pair(Balanced(), (IDS, LABELS), num_microbatches=4)
+
+
+class Counted(Decoder):
+    """Divides by a number of labels that it is given, as trainers give it."""
+
+    def __init__(self) -> None:
+        super().__init__([Block()])
+
+    def forward(self, ids: Tensor, labels: Tensor, count: Tensor) -> Tensor:
+        logits = self.head(self.hidden(ids))
+        return F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / count
+
+
+def test_a_number_of_labels_that_is_given() -> None:
+    """Fails if ranks with the same rows count them again: the loss * 2 on one device."""
+    torch.manual_seed(0)
+    count = (UNEVEN != -100).sum()
+    with Pair(Counted(), (IDS, UNEVEN, count), t=2, d=2, num_microbatches=2) as pair:
+        pair.train(IDS, UNEVEN, count)
+
+
+class Chunked(Decoder):
+    """Makes the logits of a few tokens at a time, of hidden states with the sequence first."""
+
+    def __init__(self) -> None:
+        super().__init__([Block()])
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        total = torch.zeros((), dtype=self.head.weight.dtype, device=ids.device)
+        hidden = self.hidden(ids).transpose(0, 1)
+        for x, part in zip(hidden.split(2), labels.T.split(2), strict=True):
+            total = total + F.cross_entropy(self.head(x).flatten(0, 1), part.flatten(), reduction="sum")
+        return total / (labels != -100).sum()
+
+
+def test_a_loss_in_chunks_of_a_transposed_value() -> None:
+    """Fails if the gradient of a chunk is not summed over tp: the hidden states' halved on one device."""
+    torch.manual_seed(0)
+    with Pair(Chunked(), (IDS, UNEVEN), t=2) as pair:
+        pair.train(IDS, UNEVEN)
+        assert pair.kind("head.weight") == "S"
 
 
 class Contrastive(nn.Module):
