@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autoptd
 from autoptd.verify.one_device import masks_of
@@ -101,12 +102,15 @@ def test_recomputation_drops_the_same_elements() -> None:
 class NormalisedBlock(nn.Module):
     """An MLP and a batch norm of its result over all rows and tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
-        self.mlp, self.norm = Mlp(), nn.BatchNorm1d(WIDTH)
+        self.mlp, self.norm, self.checkpointed = Mlp(), nn.BatchNorm1d(WIDTH), checkpointed
+
+    def body(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.norm(self.mlp(x).transpose(1, 2)).transpose(1, 2))
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.norm(self.mlp(x).transpose(1, 2)).transpose(1, 2))
+        return checkpoint(self.body, x, use_reentrant=False) if self.checkpointed else self.body(x)
 
 
 def normalised() -> nn.Module:
@@ -121,10 +125,14 @@ def test_statistics_of_the_whole_batch() -> None:
         assert "layers.0.norm.running_var" in pair.pm.state_dict()
 
 
+@pytest.mark.parametrize("asked", [{"recompute": "full"}, {}], ids=["asked for", "in the model"])
 @pytest.mark.filterwarnings("error:recompute")
-def test_statistics_under_recomputation() -> None:
+def test_statistics_under_recomputation(asked: dict[str, Any]) -> None:
     """Fails if the second forward updates them again: two forwards on one device."""
-    with Pair(normalised(), (IDS, LABELS), d=2, recompute="full") as pair:
+    model = of_blocks(*[lambda: NormalisedBlock(checkpointed=not asked)] * 2)
+    with Pair(model, (IDS, LABELS), d=2, **asked) as pair:
+        for layer in pair.plain.layers:
+            layer.checkpointed = False  # torch updates twice
         pair.train(IDS, LABELS)
 
 

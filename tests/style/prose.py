@@ -62,6 +62,7 @@ PAGES: tuple[str, ...] = (
     "docs/plan.md",
     "docs/planner.md",
     "docs/real-models.md",
+    "docs/silent-errors.md",
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
