@@ -1,0 +1,1 @@
+"""Trainers of other libraries, over a `ParallelModel`. Nothing else of AutoPTD imports them."""
