@@ -56,13 +56,17 @@ _STEP = "loss = pm.step(*pm.local_batch(x, y)): forward and backward; without gr
 _DEVICE = "parallelize(..., device=...), and under torchrun each rank's own GPU"
 _DTYPE = "parallelize(..., precision='bf16-mixed'), or the model in this dtype before parallelize"
 _MODEL = "the model that was handed to parallelize, whose modules do not change"
+_TRAINER = "for a Trainer of transformers: autoptd.integrations.transformers.Trainer(model, args, parallel={'t': 2, 'p': 2})"
 _BEFORE = "call it on the model, before parallelize"
 _WEIGHTS = "weights = pm.state_dict() on every rank, and on rank 0 model.load_state_dict(weights), and then the model itself"
 INSTEAD = {
     **dict.fromkeys(("train", "eval", "training"), _MODES),
     **dict.fromkeys(("forward", "backward", "loss", "train_step", "train_batch", "training_step"), _STEP),
     **dict.fromkeys(("validation_step", "eval_batch", "evaluate"), "pm.eval_step(*pm.local_batch(x, y))"),
-    **dict.fromkeys(("to", "cuda", "cpu", "to_empty", "device"), _DEVICE),
+    **dict.fromkeys(("cuda", "cpu", "to_empty", "device"), _DEVICE),
+    # transformers.Trainer(model=pm), and accelerator.unwrap_model(pm).
+    "to": f"{_DEVICE}; {_TRAINER}",
+    "_modules": f"leave pm out of accelerate, which would save no weights; {_TRAINER}",
     **dict.fromkeys(("half", "float", "double", "bfloat16", "type", "dtype"), _DTYPE),
     **dict.fromkeys(("children", "named_children", "module", "config"), _MODEL),
     # DDP and FSDP ask for them.
