@@ -49,7 +49,7 @@ COUNT = "num_items_in_batch"
 # Of a checkpoint of the Trainer: what `pm.save` writes.
 FOLDER = "autoptd"
 # What the loop of transformers calls, and the ranks do not.
-UNUSED = ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager")
+UNUSED: tuple[str, ...] = ("compute_loss", "compute_loss_context_manager", "autocast_smart_context_manager")
 UNUSED += ("_prepare_inputs", "_prepare_input", "_clip_grad_norm", "_get_grad_norm")
 # Relative difference of a loss that is computed in two ways.
 CLOSE, CLOSE_MIXED = 1e-5, 1e-3
@@ -130,7 +130,9 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         kind = self.accelerator.distributed_type.value
         if kind not in ("NO", "MULTI_CPU", "MULTI_GPU"):
-            raise PlanError(f"accelerate: {kind}", "parallel= makes the ranks", "torchrun, without its config")
+            raise PlanError(
+                f"accelerate: {kind}", "parallel= makes the ranks", "torchrun, without its config"
+            )
         self.accelerator.__class__ = RankAccelerator
 
     def _move_model_to_device(self, model: Any, device: torch.device) -> None:
@@ -235,7 +237,9 @@ class Trainer(transformers.Trainer):
         read = self.accelerator.gather(torch.tensor([number], device=self.args.device)).tolist()
         if different := [rank for rank, other in enumerate(read) if other != read[0]]:
             fact = f"ranks {different} read another batch than rank 0"
-            raise RuntimeFault(f"step {pm.clock.calls + 1}", fact, "the same dataset, seed and collator on all")
+            raise RuntimeFault(
+                f"step {pm.clock.calls + 1}", fact, "the same dataset, seed and collator on all"
+            )
 
     def _prove(self, batches: Sequence[Any], batch: Mapping[str, Any], items: Any) -> None:
         """Raise PlanError where one step of all rows is another loss than the sum over the batches.
@@ -252,7 +256,7 @@ class Trainer(transformers.Trainer):
         if not abs(apart - together) <= limit * abs(apart):
             what = "batches that are accumulated" if kind[0] else "added rows with ignored labels"
             fact = f"{what}: the loss in one step is {together:.6g}, and transformers computes {apart:.6g}"
-            remedy = "gradient_accumulation_steps=1 and dataloader_drop_last=True; a loss that is a sum over labels / num_items_in_batch"
+            remedy = "a loss that is a sum over labels / num_items_in_batch; or no accumulation, and dataloader_drop_last=True"
             raise PlanError("Trainer", fact, remedy)
         self._proven.add(kind)
 
@@ -312,7 +316,7 @@ class Trainer(transformers.Trainer):
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
         if not (Path(resume_from_checkpoint) / FOLDER).is_dir():
             fact = f"{resume_from_checkpoint} has no folder {FOLDER!r}, with the optimizer's state for ranks"
-            remedy = "a checkpoint of this Trainer without save_only_model; or from_pretrained(folder), to begin with its weights"
+            remedy = "a checkpoint of this Trainer without save_only_model; or from_pretrained(folder), for its weights"
             raise PlanError("resume_from_checkpoint", fact, remedy)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
@@ -408,16 +412,18 @@ def settings_of(parallel: Mapping[str, Any] | None, args: Any) -> dict[str, Any]
         raise PlanError("Trainer(parallel=)", "there is none", "parallel={'t': 2, 'p': 2, 'd': 2}")
     for name in ("example_inputs", "loss_fn"):
         if name in parallel:
-            raise PlanError(f"parallel: {name}", "batches and losses are those of the Trainer", "leave it out")
+            raise PlanError(
+                f"parallel: {name}", "batches and losses are those of the Trainer", "leave it out"
+            )
     found = {"seed": args.seed, "shapes": "exact", **parallel}
-    if any(value == "auto" for value in (found.get(name) for name in ("t", "p", "d"))):
+    if "auto" in (found.get("t"), found.get("p"), found.get("d")):
         raise PlanError('parallel: "auto"', "the batch depends on d", "autoptd.plan(...), and its degrees")
     if args.gradient_accumulation_steps > 1:
         found.setdefault("num_microbatches", args.gradient_accumulation_steps)
-    if precision := PRECISION[args.mixed_precision]:
-        if found.setdefault("precision", precision) != precision:
-            fact = f"is not parallel's precision={found['precision']!r}"
-            raise PlanError("bf16=True", fact, "one of the two: bf16=True is 'bf16-mixed'")
+    precision = PRECISION[args.mixed_precision]
+    if precision and found.setdefault("precision", precision) != precision:
+        fact = f"is not parallel's precision={found['precision']!r}"
+        raise PlanError("bf16=True", fact, "one of the two: bf16=True is 'bf16-mixed'")
     if args.use_cpu and args.world_size > 1:
         found.setdefault("backend", "gloo")
     if found.get("backend") == "local" and args.device.type != "cpu":
@@ -429,15 +435,18 @@ def first_batches(loader: Any, count: int) -> list[Mapping[str, Any]]:
     """Return the first batches of a prepared loader, without its workers and its state; PlanError for a
     dataset that can be read only once.
     """
-    dataset, sampler, collate = loader.dataset, loader.batch_sampler, loader.collate_fn
-    if not isinstance(dataset, torch.utils.data.IterableDataset):
-        return [collate([dataset[number] for number in rows]) for rows in islice(sampler, count)]
-    rows = iter(dataset)
-    if rows is dataset:
-        fact = "can be iterated once, and its first batch is needed to compile"
-        raise PlanError(f"train_dataset: {a_type(dataset)}", fact, "an __iter__ that starts again each time")
-    groups = (list(islice(rows, loader.batch_size)) for _ in range(count))
-    return [collate(group) for group in groups if group]
+    dataset, groups = loader.dataset, []
+    if isinstance(dataset, torch.utils.data.IterableDataset):
+        rows = iter(dataset)
+        if rows is dataset:
+            fact = "can be iterated once, and its first batch is needed to compile"
+            remedy = "an __iter__ that starts again each time"
+            raise PlanError(f"train_dataset: {a_type(dataset)}", fact, remedy)
+        groups = [list(islice(rows, loader.batch_size)) for _ in range(count)]
+    else:
+        for numbers in islice(loader.batch_sampler, count):
+            groups.append([dataset[number] for number in numbers])
+    return [loader.collate_fn(group) for group in groups if group]
 
 
 @contextmanager

@@ -29,7 +29,11 @@ def is_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> boo
 
 @pytest.mark.parametrize(
     "mesh",
-    [{"d": 2}, pytest.param({"t": 2, "d": 2}, marks=pytest.mark.thorough), pytest.param({"t": 2, "p": 2}, marks=pytest.mark.thorough)],
+    [
+        {"d": 2},
+        pytest.param({"t": 2, "d": 2}, marks=pytest.mark.thorough),
+        pytest.param({"t": 2, "p": 2}, marks=pytest.mark.thorough),
+    ],
     ids=str,
 )
 def test_processes_train_save_and_resume(mesh: dict[str, int], tmp_path: Path) -> None:

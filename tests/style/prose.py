@@ -72,6 +72,7 @@ SOURCES: tuple[str, ...] = (
     "autoptd/compiler",
     "autoptd/options/elsewhere.py",
     "autoptd/errors.py",
+    "autoptd/integrations",
     "autoptd/ir",
     "autoptd/kernels",
     "autoptd/model",

@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from itertools import chain
-from typing import TYPE_CHECKING, Any, NoReturn, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 from torch import optim
@@ -80,9 +80,15 @@ class NamedOptimizer(optim.Optimizer):
         def __getattr__(self, name: str) -> NoReturn:
             # `accelerator.prepare` asks for it, and would wrap an optimizer whose state_dict is collective.
             if name == "_is_accelerate_prepared":
-                fact = "the optimizer of the ranks needs no accelerator, whose save_state would save no weights"
-                raise PlanError("accelerator.prepare", fact, "leave pm and the optimizer out; pm.save(folder, optimizer)")
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+                fact = (
+                    "the optimizer of the ranks needs no accelerator, whose save_state would save no weights"
+                )
+                raise PlanError(
+                    "accelerator.prepare", fact, "leave pm and the optimizer out; pm.save(folder, optimizer)"
+                )
+            raise AttributeError(
+                f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
+            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
