@@ -46,6 +46,10 @@ ELSEWHERE = {  # (page, the words a block begins with) -> the test that holds it
         "docs/howto/buffers.md",
         "class Updates",
     ): "tests/parity/test_buffers.py::test_the_update_reads_as_the_page_says",
+    (
+        "docs/howto/trainer.md",
+        "PlanError: TrainingArguments",
+    ): "tests/integrations/test_page.py::test_the_error_is_the_one_shown",
     ("docs/pipeline.md", ""): "tests/test_docs.py::test_the_walk_through_the_pipeline_is_the_real_dump",
     ("docs/getting-started.md", ""): "tests/test_getting_started.py::test_the_page_is_walked",
     (

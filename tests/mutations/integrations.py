@@ -1,0 +1,46 @@
+"""Trainers of other libraries."""
+
+from tests.mutations import planted
+
+MUTATIONS = (
+    *planted(
+        "autoptd/integrations/accumulated.py",
+        'tests/integrations/test_trainer.py -k data_are_those -m "thorough or not thorough"',
+        ('torch.full_like(copies, IGNORED) if name == "labels" else copies', "copies"),
+    ),
+    *planted(
+        "autoptd/integrations/training_arguments.py",
+        "tests/integrations/test_training_arguments.py",
+        ("if name in OBEYED or name in IRRELEVANT:", "if name not in REFUSED:"),
+        ('"debug": (', '"debugged": ('),
+    ),
+    *planted(
+        "autoptd/integrations/transformers.py",
+        "tests/integrations/test_trainer.py -k another_loss",
+        ("if not any(kind) or kind in self._proven:", "if True:"),
+    ),
+    *planted(
+        "autoptd/integrations/transformers.py",
+        "tests/integrations/test_trainer.py -k callbacks_see",
+        ("        self.callback_handler.model = self.pm\n", ""),
+        ("        self._fetch()\n        self.callback_handler.model = self.model\n", ""),
+    ),
+    *planted(
+        "autoptd/integrations/transformers.py",
+        "tests/integrations/test_trainer.py -k resumed_run",
+        (
+            "weights = self.pm.state_dict() if self.pm is not None",
+            "weights = state_dict if self.pm is not None",
+        ),
+    ),
+    *planted(
+        "autoptd/integrations/transformers.py",
+        "tests/integrations/test_processes.py",
+        ("        return self.args.world_size\n", "        return 1\n"),
+    ),
+    *planted(
+        "autoptd/runtime/params/optimizer.py",
+        "tests/integrations/test_training_arguments.py -k refused_by_transformers",
+        ('if name == "_is_accelerate_prepared":', 'if name == "":'),
+    ),
+)
