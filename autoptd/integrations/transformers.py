@@ -111,6 +111,8 @@ class Trainer(transformers.Trainer):
             return self.pm
         if self.pm is not None:
             self.pm.close()
+            # Those of the model before.
+            self.optimizer, self.lr_scheduler = None, None
         with kept_random_state():
             batches = first_batches(loader, count)
             self.pm = parallelize(self.model, **self.settings)

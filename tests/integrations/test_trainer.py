@@ -230,6 +230,11 @@ def test_a_model_per_training(tmp_path: Path) -> None:
         pair.append(Ended(trainer, logs_of(trainer), trainer.model.state_dict()))
     logged, weights = differences(*pair)
     assert logged < LOGGED and weights < WEIGHTS
+    # Another model: with an optimizer for its ranks.
+    ours = pair[0].trainer
+    ours.model_init, ours.model, before = None, gpt2_64(), ours.optimizer
+    ours.train()
+    assert ours.optimizer is not before and not ours.model.lm_head.weight.equal(gpt2_64().lm_head.weight)
 
 
 class Seen(transformers.TrainerCallback):

@@ -5,7 +5,7 @@ from tests.mutations import planted
 MUTATIONS = (
     *planted(
         "autoptd/integrations/accumulated.py",
-        'tests/integrations/test_trainer.py -k data_are_those -m "thorough or not thorough"',
+        "tests/integrations/test_accumulated.py",
         ('torch.full_like(copies, IGNORED) if name == "labels" else copies', "copies"),
     ),
     *planted(
