@@ -32,25 +32,23 @@ OBEYED = frozenset(
     " restore_callback_states_from_checkpoint full_determinism seed data_seed use_cpu dataloader_drop_last"
     " dataloader_num_workers dataloader_pin_memory dataloader_persistent_workers dataloader_prefetch_factor"
     " dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names train_sampling_strategy"
-    " ddp_backend skip_memory_metrics".split()
+    " ddp_backend skip_memory_metrics eval_do_concat_batches eval_accumulation_steps include_for_metrics"
+    " batch_eval_metrics".split()
 )
 IRRELEVANT = {
     **dict.fromkeys("log_on_each_node log_level log_level_replica disable_tqdm".split(), "messages"),
     **dict.fromkeys("report_to run_name project".split(), "reports"),
     **dict.fromkeys("trackio_space_id trackio_bucket_id trackio_static_space_id".split(), "reports"),
-    **dict.fromkeys(
-        "eval_do_concat_batches eval_use_gather_object eval_accumulation_steps".split(), "logits"
-    ),
     **dict.fromkeys("hub_token hub_private_repo hub_model_id hub_strategy".split(), "hub"),
     **dict.fromkeys("hub_always_push hub_revision".split(), "hub"),
     **dict.fromkeys("do_train do_eval do_predict resume_from_checkpoint".split(), "scripts"),
     "local_rank": "launcher",
     "tf32": "global",
+    "eval_use_gather_object": "batches",
 }
 # Why, and what to use instead.
 _HERE = "parallel= makes the ranks"
 _COMPILED = ("stages are compiled by AutoPTD", "parallel={'fuse': 'inductor', ...}")
-_LOGITS = ("ranks do not return logits", "leave it out; eval_loss needs none")
 _DDP = ("there is no DistributedDataParallel: " + _HERE, "leave it out")
 _FSDP = ("there is no FSDP: " + _HERE, "parallel={'zero': 1, ...}, or more tensor or pipeline ranks")
 _EVALUATION = ("an evaluation has the precision of training", "leave it out, or bf16=True for both")
@@ -72,7 +70,6 @@ REFUSED = {
     "neftune_noise_alpha": _INPUTS,
     "torch_empty_cache_steps": ("the ranks hold on to their buffers", "leave it out"),
     "auto_find_batch_size": ("the ranks are compiled for one batch size", "parallel={'memory': '80GB', ...}"),
-    **dict.fromkeys(("include_for_metrics", "batch_eval_metrics"), _LOGITS),
     "save_on_each_node": ("one rank writes the weights", "a folder that all nodes see"),
     "enable_jit_checkpoint": ("ranks would save at different steps", "save_steps"),
     "push_to_hub": (
@@ -125,11 +122,9 @@ def check_arguments(args: TrainingArguments) -> None:
 
 
 def check_parts(parts: dict[str, Any]) -> None:
-    """Raise PlanError for what a Trainer was given that computes on logits, or on the parameters of one device."""
+    """Raise PlanError for what a Trainer was given that computes another loss, or on the parameters of one device."""
     known = {
-        "compute_metrics": _LOGITS,
-        "preprocess_logits_for_metrics": _LOGITS,
-        "compute_loss_func": ("ranks do not return logits", "a model whose forward returns the loss"),
+        "compute_loss_func": ("the ranks compute the model's own loss", "a model whose forward returns it"),
         "optimizers": (
             "an optimizer over model.parameters() would train nothing: ranks train copies",
             "optim=, or optimizer_cls_and_kwargs=(torch.optim.AdamW, {'lr': 1e-3})",

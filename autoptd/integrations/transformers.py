@@ -29,6 +29,7 @@ import torch
 from autoptd.api import ParallelModel, parallelize
 from autoptd.errors import PlanError, RuntimeFault, a_type
 from autoptd.integrations.accumulated import merged, rows_in, with_rows
+from autoptd.integrations.predictions import Predictions, alone_or_all
 from autoptd.integrations.training_arguments import PRECISION, check_arguments, check_parts, raise_all
 from autoptd.options import flat, make_options
 from autoptd.runtime.checkpoint.extra import random_state, set_random_state
@@ -81,6 +82,9 @@ class Trainer(transformers.Trainer):
         self._running: Any = None
         self._waiting: list[Mapping[str, Any]] = []
         self._proven: set[tuple[bool, bool]] = set()
+        # Of the evaluation that runs: the function of logits, and whether a loss is gathered next.
+        self._preprocess: Callable[[Any, Any], Any] | None = None
+        self._is_loss = False
         # A process has one device: without this, several visible GPUs would multiply the batch.
         args._n_gpu = 1
         super().__init__(**parts)
@@ -281,10 +285,21 @@ class Trainer(transformers.Trainer):
         if self._running is not self.model:
             self._start(self.get_train_dataloader() if has_data else dataloader, count)
         self.gather_function = self._of_rows
-        return super().evaluation_loop(dataloader, *given, **keywords)
+        # A part of the evaluation that runs on the ranks.
+        preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
+        self._preprocess = preprocess
+        try:
+            return super().evaluation_loop(dataloader, *given, **keywords)
+        finally:
+            self.preprocess_logits_for_metrics = preprocess
 
-    def _of_rows(self, losses: torch.Tensor) -> torch.Tensor:
-        """Return the loss of a batch once per row, as the parent averages over rows. All ranks have it."""
+    def _of_rows(self, found: Any) -> Any:
+        """Return the loss of a batch once per row, as the parent averages over rows; all else is that of all
+        rows already.
+        """
+        if not self._is_loss:
+            return found
+        losses, self._is_loss = found, False
         state = self.accelerator.gradient_state
         is_last = state.end_of_dataloader and state.remainder > 0
         return losses[:1].repeat(state.remainder if is_last else len(losses) * self.replicas)
@@ -292,14 +307,26 @@ class Trainer(transformers.Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
     ) -> Any:
-        """Return the loss of a batch, None without labels; PlanError for logits."""
-        if not prediction_loss_only:
-            remedy = "trainer.save_model(folder), and transformers.Trainer on one device; or prediction_loss_only=True"
-            raise PlanError("trainer.predict", "ranks do not return logits", remedy)
+        """Return loss, logits and labels of a batch with the rows of all replicas; PlanError without labels."""
         has_labels = all(inputs.get(name) is not None for name in self.label_names)
         if not has_labels or not (self.label_names or inputs.get("return_loss", self.can_return_loss)):
-            return None, None, None
-        return self._loss_of(inputs, self._get_num_items_in_batch([inputs], self.args.device)), None, None
+            if prediction_loss_only:
+                return None, None, None
+            fact = f"the batch has no {' or '.join(self.label_names) or 'labels'}, and the ranks run up to the loss"
+            raise PlanError("trainer.predict", fact, "labels of -100 where there are none")
+        items, self._is_loss = self._get_num_items_in_batch([inputs], self.args.device), True
+        if prediction_loss_only:
+            return self._loss_of(inputs, items), None, None
+        ignored = ignore_keys
+        if ignored is None:
+            ignored = getattr(
+                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
+            )
+        outputs = Predictions(tuple(ignored), tuple(self.label_names), self._preprocess)
+        pm, batch = self.ranks, self._counted(inputs, items)
+        loss, found = pm.eval_step(**pm.local_batch(**batch), outputs=outputs, everywhere=True)
+        labels = [inputs[name].to(self.args.device) for name in self.label_names]
+        return loss.to(self.args.device), outputs.logits_of(found), alone_or_all(labels) if labels else None
 
     def hyperparameter_search(self, *given: Any, **keywords: Any) -> NoReturn:
         """Raise PlanError: its trials change arguments that were checked."""

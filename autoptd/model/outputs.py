@@ -17,7 +17,7 @@ import torch
 from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.runtime.step.launch import Rank, RunningRanks
-from autoptd.runtime.step.outputs import SITE, gathered, joined
+from autoptd.runtime.step.outputs import SITE, gathered, joined, of_all_replicas
 from autoptd.trace.loss import ALONE, Outputs
 
 # Each function is compiled.
@@ -48,15 +48,22 @@ class OutputNames:
 
 
 def bring_together(
-    ranks: RunningRanks, program: Program, outputs: Outputs, count: Callable[[Rank], int]
+    ranks: RunningRanks, program: Program, outputs: Outputs, count: Callable[[Rank], int], everywhere: bool
 ) -> Any:
-    """Return what the last evaluation has kept; `count` returns the microbatches of a rank. Collective."""
+    """Return what the last evaluation has kept; `count` returns the microbatches of a rank. Collective.
+
+    `everywhere`: with the rows of all replicas.
+    """
     by_replica: dict[int, dict[str, torch.Tensor]] = {}
 
     def gather(rank: Rank) -> None:
         executor = rank.evaluator
-        by_replica[ranks.replica_of(rank)] = gathered(program, executor.outputs, rank.world, count(rank))
+        found = gathered(program, executor.outputs, rank.world, count(rank))
         executor.outputs = {}
+        # As threads, they are all here.
+        if everywhere and ranks.replicas == 1:
+            found = of_all_replicas(program, found, rank.world)
+        by_replica[ranks.replica_of(rank)] = found
 
     ranks.unrecorded.run(SITE, gather)
     found = joined(program, by_replica)

@@ -112,7 +112,9 @@ class Steps:
             loss_scale.renew()
         return loss
 
-    def eval_step(self, *args: Any, outputs: Outputs | None = None, **kwargs: Any) -> Any:
+    def eval_step(
+        self, *args: Any, outputs: Outputs | None = None, everywhere: bool = False, **kwargs: Any
+    ) -> Any:
         """Return the loss of the global batch without gradients, the model in eval mode. Collective.
 
         A batch may have fewer rows than others before: the last one of a dataset. They need not divide over
@@ -122,8 +124,8 @@ class Steps:
         output ("logits"), several names, or a function of that output and of the call's arguments, which returns a tensor
         or a dict of tensors: `lambda output, input_ids, labels: output.logits.argmax(-1)`. It is compiled as a part of the
         model, once for each function, so that what it computes is computed where the data are; pass the same function in
-        all calls. Tensors with the batch in dim 0 come with the rows of this call; sums over the batch are those of the
-        global batch. All ranks of a replica get them.
+        all calls. Tensors with the batch in dim 0 come with the rows of this call, on all ranks of the replica; with
+        `everywhere`, all ranks get those of the global batch. Sums over the batch are those of the global batch.
         """
         batch = self._batch(EVALUATION, args, kwargs, outputs)
         clock = self._run.clock
@@ -138,7 +140,11 @@ class Steps:
         if outputs is None:
             return loss
         return loss, bring_together(
-            batch.ranks, batch.program, outputs, lambda rank: len(batch.microbatches(rank, rank.evaluator))
+            batch.ranks,
+            batch.program,
+            outputs,
+            lambda rank: len(batch.microbatches(rank, rank.evaluator)),
+            everywhere,
         )
 
     def _batch(

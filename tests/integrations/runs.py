@@ -182,7 +182,7 @@ def on_ranks(
     return finished(trainer)
 
 
-PARTS = ("eval_dataset", "data_collator", "callbacks", "optimizer_cls_and_kwargs")
+PARTS = ("eval_dataset", "compute_metrics", "data_collator", "callbacks", "optimizer_cls_and_kwargs")
 
 
 def split(others: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:

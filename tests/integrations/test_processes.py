@@ -10,7 +10,7 @@ import pytest
 
 from tests.forks import told
 from tests.integrations.runs import Rows, gpt2, in_float64, one_device
-from tests.integrations.train_ranks import HOW
+from tests.integrations.train_ranks import HOW, metrics
 
 pytestmark = pytest.mark.processes
 
@@ -40,7 +40,7 @@ def test_processes_train_save_and_resume(mesh: dict[str, int], tmp_path: Path) -
     ranks = 2 if mesh == {"d": 2} else 4
     found = told(Path(__file__).parent / "train_ranks.py", ranks, json.dumps(mesh), str(tmp_path / "ranks"))
     how = {**HOW, "save_strategy": "no"}
-    data = {"data": Rows(21), "eval_dataset": Rows(5, seed=3)}
+    data = {"data": Rows(21), "eval_dataset": Rows(5, seed=3), "compute_metrics": metrics}
     expected = one_device(lambda: in_float64(gpt2()), tmp_path / "one", mesh.get("d", 1), **data, **how)
     for rank in found:
         assert is_close(rank["logs"], expected.logs) and is_close(rank["resumed"], expected.logs)

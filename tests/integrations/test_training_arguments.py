@@ -37,6 +37,8 @@ TESTED = {
     " dataloader_multiprocessing_context dataloader_in_order remove_unused_columns label_names",
     "test_other_settings_do_what_they_do_in_transformers": "full_determinism skip_memory_metrics prediction_loss_only"
     " logging_nan_inf_filter restore_callback_states_from_checkpoint",
+    "test_settings_of_metrics": "batch_eval_metrics include_for_metrics eval_accumulation_steps",
+    "test_batches_of_predictions_may_stay_apart": "eval_do_concat_batches",
 }
 # Fields -> a value that is not the default.
 OTHERS: dict[str, Any] = {
@@ -48,7 +50,6 @@ OTHERS: dict[str, Any] = {
     "liger_kernel_config": {"rope": True},
     "neftune_noise_alpha": 5.0,
     "torch_empty_cache_steps": 5,
-    "include_for_metrics": ["inputs"],
     "accelerator_config": {"split_batches": True},
     "parallelism_config": object(),
     "ddp_bucket_cap_mb": 25,
@@ -190,14 +191,12 @@ def test_other_settings_do_what_they_do_in_transformers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "given",
     [
-        {"compute_metrics": len},
-        {"preprocess_logits_for_metrics": len},
         {"compute_loss_func": len},
         {"optimizers": (torch.optim.SGD([torch.ones(1, requires_grad=True)]), None)},
     ],
     ids=lambda given: next(iter(given)),
 )
-def test_parts_that_need_logits_or_one_device_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
+def test_parts_of_another_loss_or_one_device_are_refused(given: dict[str, Any], tmp_path: Path) -> None:
     (name,) = given
     with pytest.raises(PlanError, match=rf"^Trainer: {name}: .*Remedy: {name}: "):
         Trainer(gpt2(), arguments(tmp_path), train_dataset=Rows(4), parallel=MESH, **given)

@@ -4,6 +4,27 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/integrations/predictions.py",
+        "tests/integrations/test_predictions.py",
+        ('(*self.ignored, "loss")', "self.ignored"),
+        ("found = self.preprocess(found, labels)", "pass"),
+    ),
+    *planted(
+        "autoptd/integrations/transformers.py",
+        "tests/integrations/test_processes.py",
+        ("outputs=outputs, everywhere=True)", "outputs=outputs)"),
+    ),
+    *planted(
+        "autoptd/runtime/step/outputs.py",
+        "tests/integrations/test_processes.py",
+        ("first = sum(sizes[: world.replica])", "first = 0"),
+    ),
+    *planted(
+        "autoptd/runtime/step/outputs.py",
+        "tests/processes/test_lengths.py",
+        ("sizes = [rows * spec.shape[0] // program.rows for rows in program.row_counts]", "pass"),
+    ),
+    *planted(
         "autoptd/integrations/accumulated.py",
         "tests/integrations/test_accumulated.py",
         ('torch.full_like(copies, IGNORED) if name == "labels" else copies', "copies"),

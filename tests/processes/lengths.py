@@ -49,6 +49,8 @@ def trains(pm: ParallelModel, rank: int) -> None:
             expected = outputs(model(x, y), x, y)
         # All ranks have the rows of their replica, and sums over the whole batch.
         replica, replicas = pm.share
+        _, whole = pm.eval_step(*pm.local_batch(x, y), outputs=outputs, everywhere=True)
+        torch.testing.assert_close(whole, expected, rtol=1e-9, atol=1e-9)
         expected["logits"] = expected["logits"].chunk(replicas)[replica]
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     state = pm.state_dict()
@@ -138,11 +140,18 @@ def evaluates_the_rest(pm: ParallelModel, rank: int) -> None:
             wanted = loss_of(model, *cut(rows, 8))
         share = pm.local_batch(*cut(rows, 8))
         torch.testing.assert_close(pm.eval_step(*share), wanted, rtol=1e-9, atol=1e-9)
+        _, found = pm.eval_step(*share, outputs=outputs, everywhere=True)
+        with torch.no_grad():
+            expected = outputs(model(*cut(rows, 8)), *cut(rows, 8))
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     # The replicas may have other numbers of rows than `local_batch` would give them.
     x, y = cut(7, 8)
     own = slice(0, 1) if pm.share[0] else slice(1, 7)
     with torch.no_grad():
         torch.testing.assert_close(pm.eval_step(x[own], y[own]), loss_of(model, x, y), rtol=1e-9, atol=1e-9)
+        expected = outputs(model(x.roll(-1, 0), y.roll(-1, 0)), x.roll(-1, 0), y.roll(-1, 0))
+    _, found = pm.eval_step(x[own], y[own], outputs=outputs, everywhere=True)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     pm.step(*share)
 
 

@@ -55,10 +55,32 @@ def _from_any(
 ) -> torch.Tensor:
     """Return the tensor of the one rank along `axes` that has it, bit by bit."""
     x = torch.zeros(shape, dtype=dtype, device=world.device) if own is None else own.contiguous()
+    return _sum_of_bytes(x, world, axes)
+
+
+def _sum_of_bytes(x: torch.Tensor, world: World, axes: tuple[str, ...]) -> torch.Tensor:
+    """Return the entries of the one rank along `axes` where they are not 0."""
     if all(world.mesh.degree(axis) == 1 for axis in axes) or not x.numel():
         return x
-    # All other ranks add zeros.
-    return world.hops(axes).all_reduce(x.view(-1).view(torch.uint8), SITE).view(dtype).view(tuple(shape))
+    return world.hops(axes).all_reduce(x.view(-1).view(torch.uint8), SITE).view(x.dtype).view(x.shape)
+
+
+def of_all_replicas(
+    program: Program, found: Mapping[str, torch.Tensor], world: World
+) -> dict[str, torch.Tensor]:
+    """Return outputs with the rows of all replicas, on every rank. Collective."""
+    whole, mesh = dict(found), world.mesh
+    for spec in program.outputs:
+        x = found[spec.name]
+        if spec.how == "rows" and mesh.replicas > 1:
+            sizes = [len(x)] * mesh.replicas
+            if program.row_counts:
+                sizes = [rows * spec.shape[0] // program.rows for rows in program.row_counts]
+            first = sum(sizes[: world.replica])
+            rows = x.new_zeros(sum(sizes), *x.shape[1:])
+            rows[first : first + len(x)] = x
+            whole[spec.name] = _sum_of_bytes(rows, world, mesh.batch_axes)
+    return whole
 
 
 def joined(program: Program, by_replica: Mapping[int, dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -71,4 +93,4 @@ def joined(program: Program, by_replica: Mapping[int, dict[str, torch.Tensor]]) 
     return found
 
 
-__all__ = ["SITE", "gathered", "joined"]
+__all__ = ["SITE", "gathered", "joined", "of_all_replicas"]
