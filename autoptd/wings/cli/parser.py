@@ -9,7 +9,7 @@ In: the words after `autoptd`. Out: a namespace with `command` and one attribute
 from __future__ import annotations
 
 import sys
-from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
+from argparse import Action, ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -20,7 +20,7 @@ from autoptd.ir.plan import nearest
 from autoptd.ir.quantities import parse_bytes
 from autoptd.options import KEYWORDS
 from autoptd.options.elsewhere import remedy_for
-from autoptd.wings.cli.request import read_settings
+from autoptd.wings.cli.request import read_pairs, read_settings
 
 # Flags that must be at least 1, for all commands but plan.
 DEGREES = tuple(name for name, keyword in KEYWORDS.items() if keyword.flag == "count")
@@ -56,6 +56,16 @@ def parse(arguments: Sequence[str]) -> Namespace:
     if args.command == "compile" and args.out is None:
         raise PlanError("--out", "is missing", "for example: autoptd compile gpt2 --t 2 --out out")
     return args
+
+
+class Pairs(Action):
+    """A flag `NAME=VALUE` that is given several times, and adds to those of a `--config` file or replaces them."""
+
+    def __call__(
+        self, parser: ArgumentParser, namespace: Namespace, value: Any, option_string: str | None = None
+    ) -> None:
+        before = read_pairs(self.dest, getattr(namespace, self.dest))
+        setattr(namespace, self.dest, before | read_pairs(self.dest, [value]))
 
 
 class Parser(ArgumentParser):
@@ -183,7 +193,7 @@ def make_parser() -> tuple[ArgumentParser, dict[str, ArgumentParser]]:
 def _add_model(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?")
     sizes = parser.add_argument_group("model and batch")
-    sizes.add_argument("--set", action="append", metavar="NAME=VALUE", help="factory keyword or config field")
+    sizes.add_argument("--set", action=Pairs, metavar="NAME=VALUE", help="factory keyword or config field")
     # `show` and `compile` take bfloat16 for the well-known sizes.
     sizes.add_argument("--dtype", help="parameter dtype, e.g. bfloat16 (default: the model's)")
     sizes.add_argument("--seq", type=int, metavar="N", help="sequence length (default: the model's, or 128)")
@@ -197,7 +207,7 @@ def _add_model(parser: ArgumentParser) -> None:
     _add_keywords(mesh, is_for_training=False)
     mesh.add_argument(
         "--option",
-        action="append",
+        action=Pairs,
         metavar="NAME=VALUE",
         help=f"any other keyword: {', '.join(WITHOUT_FLAG)} (and weights, for train)",
     )
@@ -333,9 +343,7 @@ def _add_simulation(parser: ArgumentParser) -> None:
 
 def _add_planning(parser: ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", nargs="?", help="read the sizes from this model's config")
-    parser.add_argument(
-        "--set", action="append", metavar="NAME=VALUE", help="factory keyword or config field"
-    )
+    parser.add_argument("--set", action=Pairs, metavar="NAME=VALUE", help="factory keyword or config field")
     sizes = parser.add_argument_group("sizes (instead of MODEL, or overriding it)")
     sizes.add_argument("--shape", metavar="FILE", help="read these sizes from a JSON file")
     for name, words in SIZES.items():

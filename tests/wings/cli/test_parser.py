@@ -96,6 +96,8 @@ def test_settings_from_a_file_and_flags_before_them(tmp_path: Path, name: str, t
     asked = parse(["show", "--config", str(tmp_path / name), "--t", "2"])
     assert (asked.model, asked.t, asked.num_microbatches) == ("gpt2", 2, 8)
     assert read_pairs("set", asked.set) == {"n_layer": 2}
+    more = parse(["show", "--config", str(tmp_path / name), *"--set n_embd=8 --set n_layer=4".split()])
+    assert read_pairs("set", more.set) == {"n_layer": 4, "n_embd": 8}
     assert parse(["show", f"--config={tmp_path / name}", "llama-3-8b"]).model == "llama-3-8b"
 
 
