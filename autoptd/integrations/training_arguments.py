@@ -12,6 +12,7 @@ version, or of a subclass, is in none of them, and refused likewise.
 from __future__ import annotations
 
 import dataclasses
+import os
 from typing import Any
 
 from autoptd.errors import PlanError
@@ -119,6 +120,14 @@ def check_arguments(args: TrainingArguments) -> None:
         fact, remedy = "activations stay on their device", "more pipeline or tensor ranks"
         found.append(("activation_checkpointing_kwargs: offload", fact, remedy))
     raise_all("TrainingArguments", found)
+
+
+def check_processes(args: TrainingArguments, backend: str | None) -> None:
+    """Raise PlanError unless transformers knows the processes of torchrun: each would save as the first one."""
+    started = int(os.environ.get("WORLD_SIZE", "1"))
+    if backend != "local" and args.world_size != started:
+        fact = f"transformers sees {args.world_size} of the {started} processes that torchrun started"
+        raise PlanError("TrainingArguments", fact, "use_cpu=True where there is no GPU")
 
 
 def check_parts(parts: dict[str, Any]) -> None:

@@ -30,7 +30,13 @@ from autoptd.api import ParallelModel, parallelize
 from autoptd.errors import PlanError, RuntimeFault, a_type
 from autoptd.integrations.accumulated import merged, rows_in, with_rows
 from autoptd.integrations.predictions import Predictions, alone_or_all
-from autoptd.integrations.training_arguments import PRECISION, check_arguments, check_parts, raise_all
+from autoptd.integrations.training_arguments import (
+    PRECISION,
+    check_arguments,
+    check_parts,
+    check_processes,
+    raise_all,
+)
 from autoptd.options import flat, make_options
 from autoptd.runtime.checkpoint.extra import random_state, set_random_state
 from autoptd.runtime.checks.inputs import batch_is_due
@@ -75,6 +81,7 @@ class Trainer(transformers.Trainer):
             fact = "is a ParallelModel already"
             raise PlanError("Trainer(model=)", fact, "the model itself, with parallel={'t': 2, ...}")
         self.settings = settings_of(parallel, args)
+        check_processes(args, self.settings.get("backend"))
         self.options = make_options(**flat({k: v for k, v in self.settings.items() if k != "weights"}))
         self.replicas = self.options.mesh.replicas
         self.pm: ParallelModel | None = None

@@ -12,7 +12,7 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.integrations.training_arguments import IRRELEVANT, OBEYED, OPTIMIZERS, REFUSED
+from autoptd.integrations.training_arguments import IRRELEVANT, OBEYED, OPTIMIZERS, REFUSED, check_processes
 from tests.integrations.runs import Rows, Trainer, arguments, gpt2, transformers
 
 HERE = Path(__file__).parent
@@ -122,6 +122,17 @@ def test_all_is_refused_at_once(tmp_path: Path) -> None:
     with pytest.raises(PlanError, match=r"label_smoothing_factor=0.1.*push_to_hub=True.*optim='adafactor'"):
         Trainer(gpt2(), args, train_dataset=Rows(4), parallel=MESH)
     assert "adafactor" not in OPTIMIZERS
+
+
+def test_processes_that_transformers_does_not_see(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a GPU and without use_cpu, it takes no notice of torchrun, and each process would save as the first one."""
+    args = arguments(tmp_path)
+    assert args.world_size == 1
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    # Not a whole Trainer: accelerate keeps, for the tests that follow, what it finds in the environment.
+    check_processes(args, "local")
+    with pytest.raises(PlanError, match=r"sees 1 of the 2 processes.*use_cpu=True"):
+        check_processes(args, None)
 
 
 def test_fields_of_a_subclass_are_refused(tmp_path: Path) -> None:
