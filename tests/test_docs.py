@@ -25,7 +25,7 @@ from examples.gpt import GPT, GPTConfig
 
 ROOT = Path(__file__).parents[1]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md")),
+    *(ROOT / name for name in ("README.md", "CHANGELOG.md", "CONTRIBUTING.md", "examples/README.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 MARKED = re.compile(r"<!-- run -->\n```sh\n(.*?)```", re.S)

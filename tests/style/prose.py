@@ -63,6 +63,7 @@ PAGES: tuple[str, ...] = (
     "docs/planner.md",
     "docs/real-models.md",
     "docs/silent-errors.md",
+    "examples/README.md",
 )
 # Files, or folders with all that is below them, whose comments and strings are checked, relative to the same.
 SOURCES: tuple[str, ...] = (
