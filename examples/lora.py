@@ -74,7 +74,7 @@ pm.close()
 
 say(f"evaluation: {before:.6f} -> {after:.6f}")
 say("\n".join(f"rank {rank}: {memory}" for rank, memory in held.items()))
-if os.environ.get("RANK", "0") == "0":
+if pm.rank == 0:
     loaded = PeftModel.from_pretrained(make_base(), args.out).eval()
     with torch.no_grad():
         print(f"loaded by PEFT, on one device: {loaded(**test).loss:.6f}")

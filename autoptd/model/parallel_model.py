@@ -211,6 +211,11 @@ class ParallelModel:
         return self.options.mesh.coordinate(self.run.rank)
 
     @property
+    def rank(self) -> int:
+        """This process's rank: 0 prints and logs. 0 in local, too."""
+        return self.run.rank
+
+    @property
     def share(self) -> tuple[int, int]:
         """Which rows of a global batch `step` takes here: (number of the replica, how many there are); (0, 1)
         in local.

@@ -30,6 +30,7 @@ def cut(rows: int, length: int, step: int = 0) -> tuple[torch.Tensor, ...]:
 
 
 def trains(pm: ParallelModel, rank: int) -> None:
+    assert pm.rank == rank == torch.distributed.get_rank()
     model = gpt(2).double()
     ours, plain = pm.optimizer(torch.optim.SGD, lr=LR), torch.optim.SGD(model.parameters(), lr=LR)
     for step, (rows, length) in enumerate([(8, 8), (8, 6), (16, 4), (8, 6)]):
