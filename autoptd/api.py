@@ -37,7 +37,7 @@ from autoptd.options import (
 )
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.read import open_weights
-from autoptd.runtime.step.launch import enter_world, is_first_process
+from autoptd.runtime.step.launch import enter_world, is_first_process, join_launch
 from autoptd.subject.call import split_call
 from autoptd.subject.subject import Subject
 from autoptd.trace import check_precision
@@ -150,6 +150,7 @@ def parallelize(
     requested = {**locals(), **others}
     for name in ("model", "example_inputs", "weights", "others"):
         del requested[name]
+    join_launch(backend)
     print_errors_once()
     subject = Subject.of(model, None if weights is None else open_weights(weights))
     options = make_options(**planned(model, example_inputs, flat(requested)))
@@ -171,6 +172,7 @@ def compile(model: nn.Module, *, example_inputs: Any, **keywords: Any) -> Progra
     Raises TraceError or PlanError, naming site, fact and remedy. Warns when tensor ranks repeat each
     other's work because t does not divide.
     """
+    join_launch(keywords.get("backend"))
     options = make_options(**planned(model, example_inputs, flat(keywords)))
     subject = Subject.of(model)
     check_precision(subject.model, options.precision)

@@ -52,18 +52,16 @@ class Script:
         return (self.folder / f"{self.rank}.{stream}").read_text()
 
 
-def start(script: Path, world_size: int, *arguments: str) -> list[Script]:
-    """Run a script in one process per rank, with the environment that torchrun would give them."""
-    folder = Path(tempfile.mkdtemp())
-    env = {
-        "WORLD_SIZE": world_size,
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": free_port(),
-        "PYTHONPATH": ROOT,
-    }
+def start(
+    script: Path, world_size: int, *arguments: str, launch: dict[int, dict[str, object]] | None = None
+) -> list[Script]:
+    """Run a script in one process per rank, with the environment that torchrun would give them, or that of `launch`."""
+    folder, port = Path(tempfile.mkdtemp()), free_port()
+    env = {"WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     started = []
     for rank in range(world_size):
-        own = {**env, "RANK": rank, "LOCAL_RANK": rank}
+        place = {**env, "RANK": rank, "LOCAL_RANK": rank} if launch is None else launch[rank]
+        own = {**place, "PYTHONPATH": ROOT}
         process = CONTEXT.Process(target=_run, args=(script, arguments, own, folder, rank))
         process.start()
         started.append(Script(process, folder, rank))

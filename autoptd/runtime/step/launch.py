@@ -30,7 +30,7 @@ from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.timeline import Delays, Timeline, clocks_of
 from autoptd.runtime.world.devices import check_device, has_launcher
 from autoptd.runtime.world.processes import DistributedWorld
-from autoptd.runtime.world.rendezvous import tell_at_exit
+from autoptd.runtime.world.rendezvous import find_launch, own_place, tell_at_exit
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import Communicators, World, on_device
 
@@ -39,6 +39,8 @@ Result = TypeVar("Result")
 COMPILING = "compiling for other sizes"
 EDITS = "edits of parameters"
 MODEL = "check of the model"
+# What tells that a launcher started this process.
+LAUNCHED = ("RANK", "WORLD_SIZE")
 
 
 @dataclass
@@ -253,8 +255,14 @@ def make_rank(program: Program, world: World, full: Values) -> Rank:
     return Rank(world, params, executor, executor)
 
 
+def join_launch(backend: str | None) -> None:
+    """Find the place of this process in a launch by Slurm, unless ranks are threads or the process group exists."""
+    if backend != "local" and not (dist.is_available() and dist.is_initialized()):
+        find_launch()
+
+
 def is_launched(mesh: Mesh, backend: str | None) -> bool:
-    """Tell whether ranks are processes (torchrun, or an initialised process group) rather than threads of this one.
+    """Tell whether ranks are processes (of a launcher, or an initialised process group) rather than threads of this one.
 
     PlanError when the number of processes is not that of the mesh, or when there are none and `backend` is not "local".
     """
@@ -266,10 +274,10 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
             return False
         raise PlanError(
             f"{mesh}",
-            f"{mesh.size} ranks are requested, but this process was not started by torchrun",
+            f"{mesh.size} ranks are requested, but this process was not started by torchrun{_half_set()}",
             f"torchrun --nproc-per-node {mesh.size} ..., or backend='local' for ranks as threads",
         )
-    size = dist.get_world_size() if dist.is_initialized() else int(os.environ["WORLD_SIZE"])
+    _, size = own_place()
     if size != mesh.size:
         raise PlanError(
             f"world size {size}",
@@ -277,6 +285,14 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
             f"torchrun --nproc-per-node {mesh.size} ..., or t, p, d whose product is {size}",
         )
     return True
+
+
+def _half_set() -> str:
+    """Describe the part of a launch that this process has found, for an error that there is no whole one."""
+    for name, other in (LAUNCHED, LAUNCHED[::-1]):
+        if name in os.environ:
+            return f": {name} is set, and {other} is not"
+    return " or srun, only within a job of Slurm" if "SLURM_JOB_ID" in os.environ else ""
 
 
 def enter_world(mesh: Mesh, backend: str | None, device: str | None) -> None:

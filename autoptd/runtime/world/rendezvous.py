@@ -1,7 +1,8 @@
 """Let the processes of a launch find each other through its store, and report those that exit early.
 
-In: torchrun's environment, the device of this process. Out: the backend's name, the store of the launch, torch's default
-process group; and a message in the store when a process ends before it has met the others, which they poll.
+In: the environment that torchrun or Slurm sets, the device of this process. Out: the backend's name, the store of
+the launch, torch's default process group; and a message in the store when a process ends before it has met the
+others, which they poll.
 
     tell_at_exit()                                      # once, by `parallelize`: from here on others wait for this rank
     backend = default_backend(torch.device("cuda", 0))  # "nccl"
@@ -35,6 +36,7 @@ import torch.distributed as dist
 
 from autoptd.compat import default_store, env_store
 from autoptd.errors import PlanError
+from autoptd.runtime.world.slurm import join_slurm_step
 
 Result = TypeVar("Result")
 # Seconds between two checks for signals.
@@ -61,7 +63,34 @@ def own_place() -> tuple[int, int]:
     if dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     _named()
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank, size = int_from_env("RANK"), int_from_env("WORLD_SIZE")
+    if not 0 <= rank < size:
+        raise PlanError(
+            f"RANK={rank}", f"is not below WORLD_SIZE={size}", "a different RANK for each process, from 0"
+        )
+    return rank, size
+
+
+def int_from_env(name: str) -> int:
+    """Return the number in an environment variable; PlanError if it is not a number."""
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise PlanError(f"{name}={os.environ[name]!r}", "is not a number", "start with torchrun") from None
+
+
+def launched_ranks(backend: str | None) -> int | None:
+    """Return the number of processes of the launch, None for a process by itself and for ranks as threads."""
+    if backend == "local":
+        return None
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size()
+    return int_from_env("WORLD_SIZE") if "WORLD_SIZE" in os.environ else None
+
+
+def find_launch() -> None:
+    """Set torchrun's variables in the environment of this process if Slurm has started it, and torchrun has not."""
+    join_slurm_step(os.environ)
 
 
 def store_from_env(timeout: float) -> dist.Store:

@@ -8,15 +8,20 @@ torch, so `--help` is fast.
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Sequence
 
 from autoptd.errors import AutoptdError, PlanError, TraceError
+from autoptd.runtime.world.slurm import join_slurm_step
 from autoptd.wings.cli.commands import COMMANDS
 from autoptd.wings.cli.live import shown
 from autoptd.wings.cli.parser import parse
 from autoptd.wings.reports.excepthook import is_interrupt, reported_once
+
+# Commands that run the ranks of a launch.
+WITH_RANKS = ("train", "doctor")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -29,6 +34,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         args = parse(given)
+        if args.command in WITH_RANKS and args.backend != "local":
+            join_slurm_step(os.environ)
         with shown(args.quiet):
             status = COMMANDS[args.command](args)
         # Flush inside the `try`, so that a closed pipe is handled below.

@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.world.devices import process_device
-from autoptd.runtime.world.rendezvous import default_backend
+from autoptd.runtime.world.rendezvous import default_backend, int_from_env
 from autoptd.wings.words import bytes_text
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -133,14 +133,6 @@ class Lobby:
         absent = [rank for rank in range(self.size) if not self.store.check([f"facts {rank}"])]
         here = f"{self.size - len(absent)} of {self.size} are here"
         return f"waited {self.timeout:g} s for rank {ranks_text(absent)}, not arrived ({here})"
-
-
-def int_from_env(name: str) -> int:
-    """Return the number in an environment variable; PlanError if it is not a number."""
-    try:
-        return int(os.environ[name])
-    except ValueError:
-        raise PlanError(f"{name}={os.environ[name]!r}", "is not a number", "start with torchrun") from None
 
 
 @dataclass(frozen=True)

@@ -25,10 +25,11 @@ from autoptd.ir.mesh import DEGREES, USUAL_DEGREES, Mesh
 from autoptd.ir.scopes import activity
 from autoptd.runtime.world.device_watch import WATCHDOG_MARGIN
 from autoptd.runtime.world.processes import DistributedWorld
+from autoptd.runtime.world.rendezvous import int_from_env
 from autoptd.runtime.world.threads import ThreadWorld, run_ranks
 from autoptd.runtime.world.world import Communicators, World, on_device
 from autoptd.wings.doctor.checks import Checks, check_world, sizes_on, time_world
-from autoptd.wings.doctor.launch import Lobby, Verdict, int_from_env, judge, own_facts
+from autoptd.wings.doctor.launch import Lobby, Verdict, judge, own_facts
 from autoptd.wings.doctor.report import DoctorReport, MeshReport
 from autoptd.wings.planner.cluster import CPU, Cluster, find_cluster
 
