@@ -134,9 +134,10 @@ def parallelize(
     backend, device: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".
     seed: draws the dropout masks.
     machine: what to plan for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine`.
-    gpus: the number of ranks that the planner chooses for. `t="auto"` (p, d, v, num_microbatches likewise) lets it
-        choose that, and the others that are not given, for this number of ranks (under torchrun: all), the model's
-        config and `machine` (by default the device's).
+    gpus: the number of ranks, by default that of the launch, for what is "auto". `d="auto"` alone is this number divided by
+        the other degrees: the replicas of an elastic launch, which share the same global batch. `t="auto"` (p, v,
+        num_microbatches likewise) lets the planner choose that, and the others that are not given, for the model's config
+        and `machine` (by default the device's).
     plan: a plan.json (its path, or a dict) whose decisions are taken (`ir/plan.py`).
     weights: a folder with model.safetensors, or several files and their index, as `save_pretrained` of
         transformers writes it; or a checkpoint, of `save` or of torch.distributed.checkpoint. Each rank reads

@@ -28,7 +28,7 @@ def step_of(size: int, job: int) -> dict[int, dict[str, object]]:
     return {rank: {**step, "SLURM_PROCID": rank, "SLURM_LOCALID": rank} for rank in range(size)}
 
 
-@pytest.mark.parametrize(("size", "mesh"), [(2, {"t": 2}), (4, {"p": 2, "d": 2})], ids=str)
+@pytest.mark.parametrize(("size", "mesh"), [(2, {"t": 2}), (4, {"p": 2, "d": "auto"})], ids=str)
 def test_tasks_of_a_step_train_like_one_device(size: int, mesh: dict[str, object]) -> None:
     job = random.SystemRandom().randrange(10**6)
     results = finish(start(HERE / "under_slurm.py", size, json.dumps(mesh), launch=step_of(size, job)), 240)

@@ -10,7 +10,7 @@ this project (software.toml, "autoptd").
 
 from __future__ import annotations
 
-import os
+import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -21,8 +21,11 @@ from torch import nn
 from autoptd.compat import tree_flatten
 from autoptd.errors import PlanError
 from autoptd.ir.machine import machine_file, machine_of_device, nearest_machines
-from autoptd.ir.mesh import TABLE, Mesh, Role
+from autoptd.ir.mesh import AXES, DEGREES, TABLE, Mesh, Role
+from autoptd.ir.plan import load_plan
+from autoptd.ir.quantities import check_degree
 from autoptd.runtime.world.devices import device_of_ranks
+from autoptd.runtime.world.rendezvous import launched_ranks
 from autoptd.subject.module import check_module
 from autoptd.wings.planner.cluster import CPU, PRECISIONS, Software, find_cluster, find_software
 from autoptd.wings.planner.plan import plan
@@ -35,6 +38,8 @@ OPEN = ("t", "p", "d", "v", "num_microbatches")
 KEPT = ("sequence_parallel", "schedule", "memory", "zero")
 # The degrees that the batch divides over.
 BATCH_DEGREES = tuple(axis.degree for axis in TABLE if axis.role is Role.BATCH)
+# The degree that a launch decides where the others are given.
+REPLICAS = AXES["dp"].degree
 # The machine of GPUs that are not described.
 USUAL = "dgx-a100"
 
@@ -52,8 +57,10 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
         if gpus is not None:
             raise PlanError(f"gpus={gpus}", "there is nothing to choose", 't="auto", or omit gpus')
         return keywords
+    ranks = _ranks(gpus, keywords.get("backend"))
+    if [name for name in OPEN if keywords.get(name) == AUTO] == [REPLICAS]:
+        return {**keywords, REPLICAS: _replicas(ranks, keywords)}
     check_module(model)
-    ranks = _ranks(gpus)
     if example_inputs is None:
         raise PlanError('"auto"', "the planner needs the batch", "example_inputs=the global batch")
     rows, tokens = _sizes(example_inputs)
@@ -81,14 +88,32 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
     return {**keywords, **best["options"], **chosen, **{name: given[name] for name in KEPT if name in given}}
 
 
-def _ranks(gpus: Any) -> int:
-    """Return the number of ranks, from torchrun or `gpus`; PlanError if they disagree or both are missing."""
-    launched = os.environ.get("WORLD_SIZE")
+def _ranks(gpus: Any, backend: str | None) -> int:
+    """Return the number of ranks, of the launch or `gpus`; PlanError if they disagree or both are missing."""
+    launched = launched_ranks(backend)
+    if gpus is not None:
+        check_degree("gpus", gpus)
     if gpus is None and launched is None:
         raise PlanError('"auto"', "the number of ranks is not known", "gpus=8, or start under torchrun")
-    if gpus is not None and launched is not None and int(launched) != gpus:
+    if gpus is not None and launched is not None and launched != gpus:
         raise PlanError(f"gpus={gpus}", f"torchrun started {launched} ranks", "omit gpus")
-    return int(launched) if gpus is None else gpus  # type: ignore[arg-type]
+    return launched if gpus is None else gpus  # type: ignore[return-value]
+
+
+def _replicas(ranks: int, keywords: Mapping[str, Any]) -> int:
+    """Return the number of replicas among `ranks`, for the other degrees of the keywords or of their plan."""
+    mesh = {} if keywords.get("plan") is None else load_plan(keywords["plan"]).get("mesh")
+    # Another type is refused when the plan is read.
+    mesh = mesh if isinstance(mesh, Mapping) else {}
+    others = {degree: keywords.get(degree) or mesh.get(degree, 1) for degree in DEGREES if degree != REPLICAS}
+    for name, degree in others.items():
+        check_degree(name, degree)
+    size = math.prod(others.values())
+    if ranks % size:
+        divided = " ".join(f"{name}={degree}" for name, degree in others.items() if degree > 1)
+        remedy = f"a multiple of {size} ranks, or degrees whose product divides {ranks}"
+        raise PlanError(f'{REPLICAS}="auto"', f"{ranks} ranks do not divide over {divided}", remedy)
+    return ranks // size
 
 
 def _sizes(example_inputs: Any) -> tuple[int, int]:

@@ -103,12 +103,54 @@ def test_under_torchrun_the_example_is_the_global_batch(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
+    ("given", "ranks", "d"),
+    [
+        ({}, 4, 4),
+        ({"t": 2}, 4, 2),
+        ({"t": 2, "p": 2, "v": 2}, 4, 1),
+        ({"t": None, "p": 2, "c": 2, "num_microbatches": 2}, 16, 4),
+        ({"plan": {"mesh": {"t": 2}}}, 8, 4),
+        ({"plan": {"mesh": {"t": 2}}, "t": 2, "p": 2}, 8, 2),
+    ],
+)
+def test_the_replicas_are_what_the_other_degrees_leave(given: dict[str, Any], ranks: int, d: int) -> None:
+    """Without the planner, for which this batch would not do."""
+    asked = {**given, "d": "auto", "backend": "local"}
+    assert planned(model(), None, {**asked, "gpus": ranks}) == {**asked, "d": d}
+
+
+def test_the_replicas_of_a_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "6")
+    assert planned(model(), None, {"t": 2, "d": "auto"})["d"] == 3
+    # Ranks as threads are not those of the launch.
+    assert planned(model(), None, {"d": "auto", "gpus": 2, "backend": "local"})["d"] == 2
+    with pytest.raises(autoptd.PlanError, match="6 ranks do not divide over t=2 p=2"):
+        planned(model(), None, {"t": 2, "p": 2, "d": "auto"})
+
+
+def test_replicas_without_a_plan_train() -> None:
+    one, call = model(), batch()
+    pm = autoptd.parallelize(one, t=2, d="auto", gpus=4, example_inputs=call, backend="local")
+    assert torch.allclose(pm.step(*call), one(*call)[1], atol=1e-5)
+    pm.close()
+
+
+@pytest.mark.parametrize(
     ("given", "told"),
     [
+        ({"d": "auto"}, "the number of ranks is not known"),
+        ({"d": "auto", "gpus": 0}, "gpus=0"),
+        ({"d": "auto", "gpus": "4"}, "gpus='4'"),
+        ({"d": "auto", "gpus": 4, "t": 0}, "t=0"),
+        ({"d": "auto", "gpus": 4, "t": 8}, "4 ranks do not divide over t=8"),
+        ({"d": "auto", "gpus": 4, "num_microbatches": 3}, "4 rows of a replica do not divide into 3"),
+        ({"d": "auto", "gpus": 3}, "16 rows"),
+        ({"d": "auto", "gpus": 4, "plan": {"mesh": {"d": 2}}}, "the plan sets d=2"),
+        ({"d": "auto", "gpus": 4, "plan": {"mesh": 3}}, "plan: mesh: is 3"),
         ({"t": "auto"}, "the number of ranks is not known"),
         ({"t": 2, "gpus": 2}, "nothing to choose"),
         ({"t": "auto", "gpus": 3, "p": 2}, "no such plan"),
-        ({"d": "auto", "gpus": 4, "num_microbatches": 4}, "per replica"),
+        ({"t": "auto", "d": "auto", "gpus": 4, "num_microbatches": 4}, "per replica"),
         ({"t": "auto", "d": 1, "gpus": 4, "num_microbatches": 5}, "do not divide"),
         ({"t": "auto", "gpus": 2, "machine": "abacus"}, "is not known to the planner"),
     ],
