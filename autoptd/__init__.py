@@ -124,5 +124,9 @@ class _Face(ModuleType):
     def __dir__(self) -> list[str]:
         return sorted({*super().__dir__(), *__all__})
 
+    def __reduce__(self) -> tuple[Any, tuple[str]]:
+        """By its name, as modules are for pickles of functions that use it: cloudpickle's, of Ray and submitit."""
+        return import_module, (self.__name__,)
+
 
 sys.modules[__name__].__class__ = _Face

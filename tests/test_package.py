@@ -5,6 +5,7 @@ papers are there.
 from __future__ import annotations
 
 import os
+import pickle
 import pty
 import shutil
 import subprocess
@@ -176,6 +177,11 @@ def test_a_wheel_that_pip_installs_has_commands_that_work(tmp_path: Path) -> Non
     for words in COMMANDS:
         told = on_a_terminal([str(other / "bin/autoptd"), *words.split()], tmp_path, environment)
         assert "Traceback" not in told and "\x1b[K" in told
+
+
+def test_a_function_that_uses_the_package_can_be_sent() -> None:
+    """By cloudpickle, which pickles what a function of a script refers to."""
+    assert pickle.loads(pickle.dumps(autoptd)) is autoptd
 
 
 def test_what_pyproject_says_is_there() -> None:

@@ -14,7 +14,6 @@ import traceback
 from collections.abc import Sequence
 
 from autoptd.errors import AutoptdError, PlanError, TraceError
-from autoptd.runtime.world.slurm import join_slurm_step
 from autoptd.wings.cli.commands import COMMANDS
 from autoptd.wings.cli.live import shown
 from autoptd.wings.cli.parser import parse
@@ -34,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     try:
         args = parse(given)
-        if args.command in WITH_RANKS and args.backend != "local":
+        if args.command in WITH_RANKS and args.backend != "local" and "SLURM_STEP_ID" in os.environ:
+            # Imported here: it loads torch.
+            from autoptd.runtime.world.slurm import join_slurm_step
+
             join_slurm_step(os.environ)
         with shown(args.quiet):
             status = COMMANDS[args.command](args)
