@@ -134,7 +134,7 @@ def parallelize(
     backend, device: "local" (ranks are threads of this process, on `device`), "gloo" or "nccl".
     seed: draws the dropout masks.
     machine: what to plan for: a name as `plan(cluster=)` takes it, such as "h100" (autoptd/machines), or a `Machine`.
-    gpus: the number of ranks, by default that of the launch, for what is "auto". `d="auto"` alone is this number divided by
+    gpus: the number of ranks, by default that of the launch, if a degree is "auto". `d="auto"` alone is this number divided by
         the other degrees: the replicas of an elastic launch, which share the same global batch. `t="auto"` (p, v,
         num_microbatches likewise) lets the planner choose that, and the others that are not given, for the model's config
         and `machine` (by default the device's).

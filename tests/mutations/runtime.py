@@ -4,6 +4,25 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/runtime/world/slurm.py",
+        "tests/runtime/world/test_slurm.py",
+        (
+            'if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:',
+            'if "SLURM_PROCID" not in environ:',
+        ),
+        (
+            'for name in ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")',
+            'for name in ("SLURM_NTASKS", "SLURM_STEP_NUM_TASKS")',
+        ),
+        ("{number:0{len(low)}}", "{number}"),
+        ("for name, value in found.items() if name not in environ", "for name, value in found.items()"),
+    ),
+    *planted(
+        "autoptd/runtime/world/rendezvous.py",
+        "tests/runtime/world/test_slurm.py",
+        ("if not 0 <= rank < size:", "if rank < 0:"),
+    ),
+    *planted(
         "autoptd/runtime/step/outputs.py",
         "tests/model/test_outputs.py",
         ("(microbatches * spec.shape[0], *spec.shape[1:])", "(spec.shape[0], *spec.shape[1:])"),

@@ -4,6 +4,12 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/wings/planner/auto.py",
+        "tests/wings/planner/test_auto.py",
+        ("keywords.get(degree) or mesh.get(degree, 1)", "keywords.get(degree) or 1"),
+        ("return ranks // size", "return ranks"),
+    ),
+    *planted(
         "autoptd/wings/cli/commands.py",
         "tests/wings/cli/test_parser.py",
         ('if getattr(args, "list", False):', "if False:"),

@@ -31,4 +31,6 @@ def test_fewer_ranks_go_on_with_the_same_global_batches(tmp_path: Path) -> None:
 
 def test_ranks_that_t_does_not_divide_all_tell(tmp_path: Path) -> None:
     results = finish(start(HERE / "elastic.py", 3, str(tmp_path), "1"), 120)
-    assert all(code and 'd="auto": 3 ranks do not divide over t=2' in err for code, _, err in results), results
+    assert all(code and 'd="auto": 3 ranks do not divide over t=2' in err for code, _, err in results), (
+        results
+    )
