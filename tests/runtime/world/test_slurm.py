@@ -149,7 +149,7 @@ def test_half_of_a_launch_is_an_error_that_names_the_variable(
     for name, value in set_.items():
         environment.setenv(name, value)
     with pytest.raises(autoptd.PlanError, match=told):
-        autoptd.parallelize(gpt(1), t=2, example_inputs=batch(4))
+        autoptd.parallelize(gpt(1), t=2, example_inputs=batch(4), ranks=autoptd.RankOptions(timeout=3.0))
 
 
 @pytest.mark.parametrize("set_", [BATCH, {"RANK": "1"}, {"WORLD_SIZE": "2"}, {}], ids=str)
@@ -159,7 +159,8 @@ def test_one_process_trains_by_itself(
 ) -> None:
     for name, value in set_.items():
         environment.setenv(name, value)
-    pm = autoptd.parallelize(gpt(1), **keywords, example_inputs=batch(4))
+    waits = autoptd.RankOptions(timeout=3.0)
+    pm = autoptd.parallelize(gpt(1), **keywords, example_inputs=batch(4), ranks=waits)
     assert pm.step(*batch(4)).isfinite()
     pm.close()
 
