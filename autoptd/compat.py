@@ -46,7 +46,6 @@ __all__ += ["PreDispatchMode", "TorchDispatchMode", "autograd_node_number", "bou
 __all__ += [
     "WithoutDispatch",
     "WithoutDispatcher",
-    "env_store",
     "fake_like",
     "gather_into",
     "interpreter_fault",
@@ -189,16 +188,6 @@ def plain_checkpoints() -> Iterator[list[Any]]:
         yield met
     finally:
         names["_checkpoint_without_reentrant_generator"] = known
-
-
-def env_store(timeout: timedelta) -> tuple[dist.Store, int, int]:
-    """Return (store, rank, world size) of the rendezvous that RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
-    name.
-    """
-    # The module; its name in the package is ambiguous.
-    from torch.distributed.rendezvous import rendezvous
-
-    return next(rendezvous("env://", timeout=timeout))  # type: ignore[no-any-return]
 
 
 def autograd_node_number() -> int | None:

@@ -26,6 +26,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from queue import SimpleQueue
@@ -34,8 +35,8 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from autoptd.compat import default_store, env_store
-from autoptd.errors import PlanError
+from autoptd.compat import default_store
+from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.world.slurm import join_slurm_step
 
 Result = TypeVar("Result")
@@ -79,10 +80,8 @@ def int_from_env(name: str) -> int:
         raise PlanError(f"{name}={os.environ[name]!r}", "is not a number", "start with torchrun") from None
 
 
-def launched_ranks(backend: str | None) -> int | None:
-    """Return the number of processes of the launch, None for a process by itself and for ranks as threads."""
-    if backend == "local":
-        return None
+def launched_ranks() -> int | None:
+    """Return the number of processes of the launch, None for a process by itself."""
     if dist.is_available() and dist.is_initialized():
         return dist.get_world_size()
     return int_from_env("WORLD_SIZE") if "WORLD_SIZE" in os.environ else None
@@ -96,17 +95,42 @@ def find_launch() -> None:
 def store_from_env(timeout: float) -> dist.Store:
     """Return the store that the processes of a launch share, for the current attempt of torchrun.
 
-    It is kept until the process exits, since rank 0 may host it. Wait for its host in Python, so that Ctrl-C
-    works.
+    It is kept until the process exits, since rank 0 may host it.
     """
     named = _named()
     limit = timedelta(seconds=timeout)
     if named not in _STORES:
-        _STORES[named] = _in_thread(lambda: env_store(limit)[0])
+        _STORES[named] = connect(timeout)
     _STORES[named].set_timeout(limit)
     # Restarts by torchrun share one store.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt {attempt}", _STORES[named])
+
+
+def connect(timeout: float) -> dist.Store:
+    """Connect to the store of torchrun's agent or of rank 0; unlike torch's default, do not wait for all ranks.
+
+    RuntimeFault if the address is in use, or does not answer as a store for `timeout` seconds.
+    """
+    rank, size = int_from_env("RANK"), int_from_env("WORLD_SIZE")
+    is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    address, port = os.environ["MASTER_ADDR"], int_from_env("MASTER_PORT")
+    is_host, limit = rank == 0 and not is_hosted, timedelta(seconds=timeout)
+    make = partial(
+        dist.TCPStore, address, port, size, is_host, limit, wait_for_workers=False, multi_tenant=True
+    )
+    try:
+        # Another program that listens there may never answer.
+        return _in_thread(make, timeout + PATIENCE)
+    except (RuntimeError, TimeoutError, ValueError, TypeError) as error:
+        host = "torchrun's agent" if is_hosted else "rank 0"
+        reason = str(error).splitlines()[0][:200]
+        raise RuntimeFault(
+            f"rank {rank} at start",
+            f"the store of {host} at {address}:{port} does not answer for {timeout:g} s ({reason})",
+            "check that it is running, that MASTER_ADDR and MASTER_PORT are right, that no other program uses this port, "
+            "and that no firewall blocks it",
+        ) from error
 
 
 def store_of_group(timeout: float) -> dist.Store:
@@ -173,8 +197,11 @@ def _named() -> tuple[object, ...]:
     return (os.getpid(), *(os.environ[name] for name in WANTED))
 
 
-def _in_thread(act: Callable[[], Result]) -> Result:
-    """Run `act` in a thread, and return or raise its result, while the main thread handles signals."""
+def _in_thread(act: Callable[[], Result], seconds: float) -> Result:
+    """Run `act` in a thread, and return or raise its result, while the main thread handles signals.
+
+    TimeoutError if it takes longer than `seconds`; the thread may then stay.
+    """
     found: SimpleQueue[tuple[Any, BaseException | None]] = SimpleQueue()
 
     def run() -> None:
@@ -186,7 +213,10 @@ def _in_thread(act: Callable[[], Result]) -> Result:
     thread = threading.Thread(target=run, name="rendezvous", daemon=True)
     thread.start()
     # A signal that another thread receives does not wake up this one.
+    deadline = time.monotonic() + seconds
     while thread.is_alive():
+        if time.monotonic() > deadline:
+            raise TimeoutError("no answer")
         thread.join(LISTENS)
     result, error = found.get()
     if error is not None:

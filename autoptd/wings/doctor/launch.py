@@ -35,7 +35,7 @@ import torch.distributed as dist
 
 from autoptd.errors import PlanError, RuntimeFault
 from autoptd.runtime.world.devices import process_device
-from autoptd.runtime.world.rendezvous import default_backend, int_from_env
+from autoptd.runtime.world.rendezvous import connect, default_backend, int_from_env
 from autoptd.wings.words import bytes_text
 
 NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -66,25 +66,7 @@ class Lobby:
         self.timeout = timeout
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         # torchrun's agent keeps its store, with the keys of a failed attempt, over restarts.
-        self.store = dist.PrefixStore(f"autoptd doctor {attempt}", self._connect())
-
-    def _connect(self) -> dist.Store:
-        """Connect to the store of torchrun's agent or of rank 0; unlike torch's default, do not wait for all ranks."""
-        is_hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        address, port = os.environ["MASTER_ADDR"], int_from_env("MASTER_PORT")
-        is_host, limit = self.rank == 0 and not is_hosted, timedelta(seconds=self.timeout)
-        try:
-            return dist.TCPStore(
-                address, port, self.size, is_host, limit, wait_for_workers=False, multi_tenant=True
-            )
-        except RuntimeError as error:
-            host = "torchrun's agent" if is_hosted else "rank 0"
-            reason = str(error).splitlines()[0][:200]
-            raise RuntimeFault(
-                f"rank {self.rank} at start",
-                f"the store of {host} at {address}:{port} does not answer for {self.timeout:g} s ({reason})",
-                "check that it is running, that MASTER_ADDR and MASTER_PORT are right, and that no firewall blocks it",
-            ) from error
+        self.store = dist.PrefixStore(f"autoptd doctor {attempt}", connect(timeout))
 
     def agree(self, facts: Facts) -> Verdict:
         """Submit this rank's facts, wait for all ranks, and return rank 0's verdict on them."""

@@ -90,7 +90,8 @@ def planned(model: nn.Module, example_inputs: Any, keywords: Mapping[str, Any]) 
 
 def _ranks(gpus: Any, backend: str | None) -> int:
     """Return the number of ranks, of the launch or `gpus`; PlanError if they disagree or both are missing."""
-    launched = launched_ranks(backend)
+    # Ranks as threads may be another number.
+    launched = None if backend == "local" and gpus is not None else launched_ranks()
     if gpus is not None:
         check_degree("gpus", gpus)
     if gpus is None and launched is None:
