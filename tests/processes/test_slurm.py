@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+import re
+import socket
 from pathlib import Path
 
 import pytest
@@ -46,3 +48,30 @@ def test_a_wrong_number_of_tasks_is_told_by_all() -> None:
     launch = step_of(2, random.SystemRandom().randrange(10**6))
     results = finish(start(HERE / "under_slurm.py", 2, '{"t": 4}', launch=launch), 120)
     assert all(code and "PlanError: world size 2: t*p*d is 4" in err for code, _, err in results), results
+
+
+@pytest.mark.parametrize(
+    ("absent", "told"),
+    [
+        (3, "waited 6 s for rank 3, not arrived"),
+        (0, "the store of rank 0 at localhost:.* does not answer for 6 s"),
+    ],
+)
+def test_a_task_that_is_missing_is_named_by_all(absent: int, told: str) -> None:
+    step = step_of(4, random.SystemRandom().randrange(10**6))
+    launch = dict(enumerate({**place, "WAITS": 6} for rank, place in step.items() if rank != absent))
+    results = finish(start(HERE / "under_slurm.py", 3, '{"d": 4}', launch=launch), 120)
+    assert all(code and re.search(told, err) for code, _, err in results), results
+
+
+def test_another_program_at_the_port_is_named() -> None:
+    launch = {rank: {**place, "WAITS": 3} for rank, place in step_of(2, 1).items()}
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        # It accepts connections, and never answers.
+        other.listen()
+        port = other.getsockname()[1]
+        launch = {rank: {**place, "MASTER_PORT": port} for rank, place in launch.items()}
+        results = finish(start(HERE / "under_slurm.py", 2, '{"t": 2}', launch=launch), 120)
+    told = f"the store of rank 0 at localhost:{port} does not answer.* no other program uses this port"
+    assert all(code and re.search(told, err) for code, _, err in results), results

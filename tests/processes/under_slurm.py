@@ -19,7 +19,8 @@ LAUNCH = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR")
 
 def main(keywords: dict[str, int]) -> None:
     call, model = batch(8), gpt(2).double()
-    pm = autoptd.parallelize(model, **keywords, example_inputs=call, ranks=autoptd.RankOptions(timeout=60.0))
+    waits = autoptd.RankOptions(timeout=float(os.environ.get("WAITS", "60")))
+    pm = autoptd.parallelize(model, **keywords, example_inputs=call, ranks=waits)
     one = gpt(2).double()
     one.load_state_dict(model.state_dict())
     optimizers = pm.optimizer(torch.optim.AdamW, lr=1e-2), torch.optim.AdamW(one.parameters(), lr=1e-2)

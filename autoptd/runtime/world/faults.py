@@ -442,14 +442,22 @@ def meet(board: FaultBoard, world: World, words: dist.Store) -> None:
     # If the store does not answer, leave it to torch to report why.
     while (count := board.arrived()) is not None and count < world.mesh.size:
         if left := first_that_left(words):
+            _stay_as_host(world, words)
             raise RuntimeFault(
                 site, f"rank {left[0]} left ({left[1]}), {PLACE}", "look at that rank's own output"
             )
         if time.monotonic() > deadline:
+            _stay_as_host(world, words)
             fact = f"waited {world.timeout:g} s for rank {', '.join(map(str, board.absent()))}, {PLACE}"
             raise RuntimeFault(site, fact, "look at their own output; all ranks make the same calls")
         time.sleep(pause)
         pause = min(2 * pause, LATER)
+
+
+def _stay_as_host(world: World, words: dist.Store) -> None:
+    """Let ranks that arrived later than rank 0, which may host the store, find out the same."""
+    if world.rank == 0:
+        stay_for(2 * BEAT, words)
 
 
 class Blame:
