@@ -61,6 +61,11 @@ def rows_in(batch: Mapping[str, Any]) -> int:
     return next(len(value) for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim)
 
 
+def widths_of(batch: Mapping[str, Any]) -> list[torch.Size]:
+    """Return the shape of a row of each tensor."""
+    return [value.shape[1:] for value in batch.values() if isinstance(value, torch.Tensor) and value.ndim]
+
+
 def with_rows(batch: Mapping[str, Any], multiple: int) -> dict[str, Any]:
     """Return a batch whose number of rows is a multiple: copies of the first row, with ignored labels, are added.
 

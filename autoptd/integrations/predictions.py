@@ -21,7 +21,7 @@ from autoptd.errors import PlanError, a_type
 
 @dataclass(frozen=True)
 class Predictions:
-    """Give the logits of a call; two that are equal are compiled once.
+    """Give the logits of a call.
 
     `ignored` are names of the output that predictions leave out, `label_names` those of labels in the call.
     """

@@ -28,7 +28,7 @@ import torch
 
 from autoptd.api import ParallelModel, parallelize
 from autoptd.errors import PlanError, RuntimeFault, a_type
-from autoptd.integrations.accumulated import merged, rows_in, with_rows
+from autoptd.integrations.accumulated import merged, rows_in, widths_of, with_rows
 from autoptd.integrations.predictions import Predictions, alone_or_all
 from autoptd.integrations.training_arguments import (
     PRECISION,
@@ -88,10 +88,13 @@ class Trainer(transformers.Trainer):
         # The model that `pm` runs, batches of the update to come, and what has been proven of batches.
         self._running: Any = None
         self._waiting: list[Mapping[str, Any]] = []
-        self._proven: set[tuple[bool, bool]] = set()
+        self._proven: set[tuple[bool, ...]] = set()
         # Of the evaluation that runs: the function of logits, and whether a loss is gathered next.
         self._preprocess: Callable[[Any, Any], Any] | None = None
-        self._is_loss = False
+        self._is_loss, self._rows = False, 0
+        self._predictions: dict[Any, Predictions] = {}
+        # Of `model`, when it was last equal to the ranks.
+        self._synced = ""
         # A process has one device: without this, several visible GPUs would multiply the batch.
         args._n_gpu = 1
         super().__init__(**parts)
@@ -119,17 +122,21 @@ class Trainer(transformers.Trainer):
     def _start(self, loader: Any, count: int) -> ParallelModel:
         """Return the running model; start it for the first `count` batches of a loader. Collective."""
         if self.pm is not None and self._running is self.model:
+            self._follow_edits()
             return self.pm
         if self.pm is not None:
             self.pm.close()
             # Those of the model before.
             self.optimizer, self.lr_scheduler = None, None
+        # As transformers does; models of from_pretrained are in eval mode.
+        self.model.train()
         with kept_random_state():
             batches = first_batches(loader, count)
             self.pm = parallelize(self.model, **self.settings)
             items = self._get_num_items_in_batch(batches, torch.device("cpu"))
             self.pm.compile_now((), self._one_batch(batches, items))
         self._running, self._proven = self.model, set()
+        self._synced = self._stamp()
         return self.pm
 
     @property
@@ -257,10 +264,14 @@ class Trainer(transformers.Trainer):
     def _prove(self, batches: Sequence[Any], batch: Mapping[str, Any], items: Any) -> None:
         """Raise PlanError where one step of all rows is another loss than the sum over the batches.
 
-        Once for an accumulated batch, and once for one with rows added: a loss may ignore the count of
-        labels, or read rows whose labels are ignored.
+        Once for accumulated batches, those of several lengths, and those with rows added: a loss may ignore the
+        count of labels, or read padding and rows whose labels are ignored.
         """
-        kind = (len(batches) > 1, rows_in(batch) > sum(map(rows_in, batches)))
+        kind = (
+            len(batches) > 1,
+            rows_in(batch) > sum(map(rows_in, batches)),
+            len({tuple(widths_of(other)) for other in batches}) > 1,
+        )
         if not any(kind) or kind in self._proven:
             return
         apart = float(sum(self._loss_of(other, items) for other in batches))
@@ -268,6 +279,7 @@ class Trainer(transformers.Trainer):
         limit = CLOSE_MIXED if self.options.precision else CLOSE
         if not abs(apart - together) <= limit * abs(apart):
             what = "batches that are accumulated" if kind[0] else "added rows with ignored labels"
+            what = "batches that are padded to the longest of an update" if kind[2] else what
             fact = f"{what}: the loss in one step is {together:.6g}, and transformers computes {apart:.6g}"
             remedy = "a loss that is a sum over labels / num_items_in_batch; or no accumulation, and dataloader_drop_last=True"
             raise PlanError("Trainer", fact, remedy)
@@ -291,6 +303,9 @@ class Trainer(transformers.Trainer):
         count = self.args.gradient_accumulation_steps if has_data else 1
         if self._running is not self.model:
             self._start(self.get_train_dataloader() if has_data else dataloader, count)
+        # In training it has the weights from before.
+        elif not self.is_in_train:
+            self._follow_edits()
         self.gather_function = self._of_rows
         # A part of the evaluation that runs on the ranks.
         preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
@@ -306,10 +321,8 @@ class Trainer(transformers.Trainer):
         """
         if not self._is_loss:
             return found
-        losses, self._is_loss = found, False
-        state = self.accelerator.gradient_state
-        is_last = state.end_of_dataloader and state.remainder > 0
-        return losses[:1].repeat(state.remainder if is_last else len(losses) * self.replicas)
+        self._is_loss = False
+        return found[:1].repeat(self._rows)
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None
@@ -322,14 +335,15 @@ class Trainer(transformers.Trainer):
             fact = f"the batch has no {' or '.join(self.label_names) or 'labels'}, and the ranks run up to the loss"
             raise PlanError("trainer.predict", fact, "labels of -100 where there are none")
         items, self._is_loss = self._get_num_items_in_batch([inputs], self.args.device), True
+        self._rows = rows_in(inputs)
         if prediction_loss_only:
             return self._loss_of(inputs, items), None, None
-        ignored = ignore_keys
-        if ignored is None:
-            ignored = getattr(
-                getattr(self.model, "config", None), "keys_to_ignore_at_inference", ["past_key_values"]
-            )
-        outputs = Predictions(tuple(ignored), tuple(self.label_names), self._preprocess)
+        if ignore_keys is None:
+            config = getattr(self.model, "config", None)
+            ignore_keys = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
+        how = tuple(ignore_keys), tuple(self.label_names), self._preprocess
+        # One function for all batches, which is compiled once.
+        outputs = self._predictions.setdefault(how, Predictions(*how))
         pm, batch = self.ranks, self._counted(inputs, items)
         loss, found = pm.eval_step(**pm.local_batch(**batch), outputs=outputs, everywhere=True)
         labels = [inputs[name].to(self.args.device) for name in self.label_names]
@@ -343,7 +357,11 @@ class Trainer(transformers.Trainer):
     # checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        weights = self.pm.state_dict() if self.pm is not None and self._running is self.model else state_dict
+        weights = state_dict
+        if self.pm is not None and self._running is self.model:
+            # Rank 0 alone may be here: it writes what it has.
+            is_edited = not self.is_in_train and self._stamp() != self._synced
+            weights = self.model.state_dict() if is_edited else self.pm.state_dict()
         super()._save(output_dir, weights)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
@@ -388,6 +406,20 @@ class Trainer(transformers.Trainer):
                 torch.distributed.broadcast(value, src=0)
             with torch.no_grad():
                 own[name].copy_(value)
+        self._synced = self._stamp()
+
+    def _stamp(self) -> str:
+        """Identify the values of `model`; "" on meta, which has none."""
+        state = self.model.state_dict()
+        return "" if any(x.is_meta for x in state.values()) else str(fingerprint_of_values(state))
+
+    def _follow_edits(self) -> None:
+        """Load `model` into the ranks if it was changed since they were equal: a script may have set its weights.
+        Collective.
+        """
+        if (stamp := self._stamp()) != self._synced:
+            self.ranks.load_state_dict(self.model.state_dict())
+            self._synced = stamp
 
 
 class InLoop:

@@ -10,6 +10,7 @@ In: `outputs` of `pm.eval_step`. Out: a name, which is the same on all ranks; th
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import MethodType
 from typing import Any
 
 import torch
@@ -36,15 +37,27 @@ class OutputNames:
         if outputs is None:
             return ""
         if not callable(outputs):
+            names = [outputs] if isinstance(outputs, str) else outputs
+            if not isinstance(names, (list, tuple)) or not all(isinstance(name, str) for name in names):
+                remedy = "a name, a list of names, or a function of the model's output and the call"
+                raise PlanError(ARGUMENT, f"is {outputs!r}", remedy)
             return repr(outputs if isinstance(outputs, str) else list(outputs))
-        # A bound method is another object in each call, and equal to the last one.
-        if outputs not in self._functions:
+        known = [number for number, one in enumerate(self._functions) if _is_same(one, outputs)]
+        if not known:
             if len(self._functions) == MAX_FUNCTIONS:
                 fact = f"is another function than the {MAX_FUNCTIONS} before, and each one is compiled"
                 remedy = "the same function in every call: a lambda within a loop is another one each time"
                 raise PlanError(ARGUMENT, fact, remedy)
+            known = [len(self._functions)]
             self._functions.append(outputs)
-        return f"function {self._functions.index(outputs)}"
+        return f"function {known[0]}"
+
+
+def _is_same(one: Callable[..., Any], other: Callable[..., Any]) -> bool:
+    """Tell whether two functions are one; a bound method is another object each time it is looked up."""
+    if isinstance(one, MethodType) and isinstance(other, MethodType):
+        return one.__self__ is other.__self__ and one.__func__ is other.__func__
+    return one is other
 
 
 def bring_together(

@@ -101,7 +101,7 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_a
     batch size if the entries that other operators read are equal in both traces.
     """
     ours, theirs = list(graph.nodes), list(whole.nodes)
-    if [(n.op, str(n.target)) for n in ours] != [(n.op, str(n.target)) for n in theirs]:
+    if _wiring(whole) != _wiring(graph):
         raise PlanError("model", "its operators depend on the number of rows in the batch", RULE_REMEDY)
     # 2 rows in the trace and 32 in the batch: every batch dim must grow 16-fold, [b * s, h] too.
     batches = [(shape(a)[0], shape(b)[0]) for a, b in zip(ours, theirs, strict=True) if _is_batch(a)]
@@ -127,6 +127,18 @@ def check_literals(graph: Graph, whole: Graph, constants: Constants, *, traces_a
                 f"a number in {op_name(node)} is computed from the number of rows ({_literals(node)})",
                 "use mean or sum reductions instead of dividing by the batch size",
             )
+
+
+def _wiring(graph: Graph) -> list[tuple[Any, ...]]:
+    """Return every node's operator and the places of the nodes that it reads, which a branch may pick."""
+    places: dict[Node, int] = {}
+    found = []
+    for node in graph.nodes:
+        read: list[int] = []
+        map_arg((node.args, node.kwargs), lambda arg, read=read: read.append(places[arg]))
+        found.append((node.op, str(node.target), *read))
+        places[node] = len(places)
+    return found
 
 
 def _takes_numbers(node: Node, other: Node) -> bool:

@@ -24,8 +24,8 @@ REMEDY = "return (output, loss) or an object with .loss from forward, or pass lo
 
 Outputs = str | Sequence[str] | Callable[..., Any]
 Picked = dict[str, torch.Tensor]
-# The name of an output that is given alone.
-ALONE = "output"
+# The name of an output that a function returns alone; those in a dict have other ones.
+ALONE = ""
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,9 @@ class WithLoss(nn.Module):
             loss = find_loss(output, lambda: targets_left_out(self.model, args, kwargs))
         else:
             loss = find_loss(self.loss_fn(output, targets))
+        if self._outputs:
+            # A function may write to what the model has returned.
+            loss = loss.clone()
         with torch.no_grad():
             picked = [picked_outputs(wanted, output, args, call) for wanted in self._outputs]
         return loss, picked[0] if picked else {}
@@ -87,6 +90,9 @@ def picked_outputs(wanted: Outputs, output: Any, args: tuple[Any, ...], kwargs: 
     if callable(wanted):
         found = wanted(output, *args, **kwargs)
         picked = dict(found) if isinstance(found, Mapping) else {ALONE: found}
+        if isinstance(found, Mapping) and not all(isinstance(name, str) and name for name in found):
+            names = ", ".join(map(repr, found))
+            raise TraceError(site, f"gives a dict with the keys {names}", "keys that are names")
     else:
         names = [wanted] if isinstance(wanted, str) else list(wanted)
         parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -102,8 +108,8 @@ def picked_outputs(wanted: Outputs, output: Any, args: tuple[Any, ...], kwargs: 
             raise TraceError(site, fact, remedy)
         picked = {name: parts[name] for name in names}
     for name, x in picked.items():
-        if not isinstance(name, str) or not isinstance(x, torch.Tensor):
-            fact = f"gives {a_type(x)} as {name!r}"
+        if not isinstance(x, torch.Tensor):
+            fact = f"gives {a_type(x)}{f' as {name!r}' if name else ''}"
             raise TraceError(site, fact, "a tensor, or a dict of tensors by name")
     return picked
 

@@ -63,7 +63,7 @@ def same(found: Any, expected: Any) -> None:
 @pytest.mark.parametrize(
     ("mesh", "collator"),
     [*((mesh, None) for mesh in MESHES), *((mesh, PerSize()) for mesh in MESHES[:2])],
-    ids=str,
+    ids=lambda value: str(value) if isinstance(value, dict) else "lengths" if value else "one length",
 )
 def test_metrics_and_predictions_are_those_of_one_process(
     mesh: dict[str, Any], collator: Any, tmp_path: Path

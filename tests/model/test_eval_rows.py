@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -153,3 +154,57 @@ def test_other_calls_are_refused_in_the_name_of_eval_step() -> None:
         pm.eval_step(batch(3)[0], batch(4)[1])
     assert pm.eval_step(*batch(6)).isfinite()
     pm.close()
+
+
+class Divided(nn.Module):
+    """A sum, divided by a number of labels that is joined with an integer."""
+
+    def __init__(self, join: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.join, self.first = join, nn.Linear(4, 5)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(self.first(x), y, reduction="sum") / self.join((y > 1).sum())
+
+
+@pytest.mark.parametrize(
+    "join",
+    [
+        lambda count: torch.stack([count, torch.tensor(7)]).amax(),
+        lambda count: torch.cat([count[None], torch.tensor([7])]).sum(),
+        lambda count: torch.cat([torch.arange(3), count[None]]).sum(),
+    ],
+    ids=["at least", "and", "behind"],
+)
+def test_an_integer_that_is_joined_with_a_count(join: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    """Each of three microbatches would add a third of it, which is none."""
+    x = torch.linspace(-1, 1, 32, dtype=torch.float64).view(8, 4).sin()
+    y, model = torch.arange(8) % 5, Divided(join).double()
+    pm = autoptd.parallelize(model, d=2, backend="local", example_inputs=(x, y))
+    for rows in (8, 3):
+        assert float(pm.eval_step(x[:rows], y[:rows])) == pytest.approx(
+            float(model(x[:rows], y[:rows])), rel=1e-12
+        )
+    assert float(pm.step(x, y)) == pytest.approx(float(model(x, y)), rel=1e-12)
+    pm.close()
+
+
+class Branching(nn.Module):
+    """Picks another tensor for more than 4 rows; the operators are the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        h = self.first(x)
+        g = self.second(h)
+        return F.mse_loss(h if len(x) > 4 else g, y) + F.mse_loss(g, 2 * y)
+
+
+def test_a_branch_of_the_number_of_rows_is_refused() -> None:
+    x = torch.linspace(-1, 1, 32).view(8, 4)
+    for mesh in ({"d": 2}, {"num_microbatches": 2}, {"p": 2, "num_microbatches": 4}):
+        with pytest.raises(PlanError, match="its operators depend on the number of rows in the batch"):
+            autoptd.parallelize(Branching(), backend="local", example_inputs=(x, x), **mesh)

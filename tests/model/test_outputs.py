@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
@@ -61,6 +62,9 @@ def everything(output: dict[str, Any], ids: Tensor, labels: Tensor) -> dict[str,
         "of each class": F.one_hot(chosen, VOCAB).sum((0, 1)),
         "mean": output["hidden"].mean((0, 1)),
         "scale": torch.full((2,), 3.0),
+        # The name of nothing else.
+        "output": output["hidden"].mean(-1),
+        "at least 7": torch.stack([counts.sum(), torch.tensor(7)]).amax(),
     }
 
 
@@ -154,13 +158,33 @@ def a_number(output: dict[str, Any], ids: Tensor, labels: Tensor) -> float:
     return 1.0
 
 
+def integers_joined(output: dict[str, Any], ids: Tensor, labels: Tensor) -> Tensor:
+    """A part of an integer is none: each microbatch would add a third of the 5."""
+    return torch.stack([(output["logits"].argmax(-1) == labels).sum(), torch.tensor(5)])
+
+
+def a_branch(output: dict[str, Any], ids: Tensor, labels: Tensor) -> Tensor:
+    """Of the number of rows, by which it picks one of two tensors."""
+    picked = output["hidden"] if len(ids) > 4 else output["hidden"].sin()
+    return torch.stack([output["hidden"].sin(), picked], 1)
+
+
+def a_choice(output: dict[str, Any], ids: Tensor, labels: Tensor) -> Tensor:
+    sine, cosine = output["hidden"].sin(), output["hidden"].cos()
+    return (sine if len(ids) > 4 else cosine) + sine + cosine
+
+
 REFUSED: list[tuple[Any, str]] = [
+    (3, r"outputs=\): is 3. Remedy: a name, a list of names, or a function"),
+    (integers_joined, "of a sum over samples is not a sum over samples"),
+    (a_branch, "its operators depend on the number of rows in the batch"),
+    (a_choice, "its operators depend on the number of rows in the batch"),
     (
         "probabilities",
         r"the model returns a dict, which has no 'probabilities'. Remedy: one of loss, logits, hidden",
     ),
     ("cache", r"gives a NoneType as 'cache'. Remedy: a tensor"),
-    (a_number, r"gives a float as 'output'. Remedy: a tensor, or a dict of tensors by name"),
+    (a_number, r"gives a float. Remedy: a tensor, or a dict of tensors by name"),
     (
         of_dim_1,
         r"of shape \(4, \d, 13\), whose outermost dim is not the batch. Remedy: a value with the batch in dim 0",
@@ -243,4 +267,39 @@ def test_a_function_that_collects_what_it_sees_is_warned_of() -> None:
     with pytest.warns(UserWarning, match=r"seen.* is added to"):
         loss, same = pm.eval_step(**batch(), outputs=collects)
     torch.testing.assert_close(loss, same, rtol=1e-12, atol=0)
+    pm.close()
+
+
+def test_results_are_copies_and_leave_the_loss_alone() -> None:
+    def weights(output: dict[str, Any], ids: Tensor, labels: Tensor) -> dict[str, Tensor]:
+        output["loss"].add_(1)
+        return {"head": model.head.weight, "ids": ids}
+
+    for mesh in ({"d": 1}, {"t": 2}, {"p": 2}, {"d": 2}):
+        model = Model().double()
+        pm = autoptd.parallelize(model, backend="local", example_inputs=batch(), **mesh)
+        before = pm.eval_step(**batch())
+        loss, found = pm.eval_step(**batch(), outputs=weights)
+        torch.testing.assert_close(loss, before, rtol=1e-12, atol=0)
+        found["head"].zero_(), found["ids"].zero_()
+        torch.testing.assert_close(pm.eval_step(**batch()), before, rtol=1e-12, atol=0)
+        pm.close()
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """Equal to any other, whatever its number."""
+
+    scale: float = field(compare=False)
+
+    def __call__(self, output: dict[str, Any], ids: Tensor, labels: Tensor) -> Tensor:
+        return output["logits"] * self.scale  # type: ignore[no-any-return]
+
+
+def test_equal_functions_are_not_the_same() -> None:
+    pm = autoptd.parallelize(Model().double(), d=2, backend="local", example_inputs=batch())
+    once, twice = Scaled(1.0), Scaled(2.0)
+    assert once == twice
+    first, second = (pm.eval_step(**batch(), outputs=scaled)[1] for scaled in (once, twice))
+    torch.testing.assert_close(second, 2 * first, rtol=0, atol=0)
     pm.close()

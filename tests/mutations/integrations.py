@@ -4,6 +4,40 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/integrations/transformers.py",
+        "tests/integrations/test_between_trainings.py",
+        ("        self.model.train()\n", ""),
+        ("return found[:1].repeat(self._rows)", "return found"),
+        ("len({tuple(widths_of(other)) for other in batches}) > 1,", "False,"),
+        ("            self._follow_edits()\n            return self.pm\n", "            return self.pm\n"),
+        ("weights = self.model.state_dict() if is_edited else", "weights ="),
+    ),
+    *planted(
+        "autoptd/passes/samples.py",
+        "tests/model/test_eval_rows.py -k branch",
+        ("found.append((node.op, str(node.target), *read))", "found.append((node.op, str(node.target)))"),
+    ),
+    *planted(
+        "autoptd/passes/solve/batch_types.py",
+        "tests/model/test_eval_rows.py -k integer",
+        ("all(x in partial or tensor(x).is_floating_point() for x in group)", "True"),
+    ),
+    *planted(
+        "autoptd/trace/loss.py",
+        "tests/model/test_outputs.py -k leave_the_loss_alone",
+        ("loss = loss.clone()", "pass"),
+    ),
+    *planted(
+        "autoptd/runtime/step/outputs.py",
+        "tests/model/test_outputs.py -k copies",
+        ("kept[0].clone() if kept", "kept[0] if kept"),
+    ),
+    *planted(
+        "autoptd/model/outputs.py",
+        "tests/model/test_outputs.py -k equal_functions",
+        ("    return one is other\n", "    return one == other\n"),
+    ),
+    *planted(
         "autoptd/integrations/predictions.py",
         "tests/integrations/test_predictions.py",
         ('(*self.ignored, "loss")', "self.ignored"),

@@ -251,10 +251,10 @@ def _output_type(node: Node) -> ValueType:
     loss, x = operands(node)
     kind = note(x).layout.batch
     if kind.kind == "S" and (kind.dim, kind.atom) != (0, 0):
-        fact = f"outputs= gives {node.args[2]!r} of shape {shape(x)}, whose outermost dim is not the batch"
+        fact = f"outputs= gives a tensor of shape {shape(x)}, whose outermost dim is not the batch"
         raise PlanError(site(x), fact, "a value with the batch in dim 0, one sample after the other")
     if note(x).rows.is_largest:
-        fact = f"outputs= gives {node.args[2]!r}, the largest entries over the batch, and each microbatch has its own"
+        fact = "outputs= gives the largest entries over the batch, and each microbatch has its own"
         raise PlanError(site(x), fact, "the largest of each sample, and their maximum outside")
     if note(loss).rows.of_all:
         note(node).rows = replace(note(node).rows, of_all=True)
@@ -276,7 +276,9 @@ def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
     """Tell whether an operator on partial sums is linear in them; the pieces share a whole addend."""
     if split or not partial or any(note(operand).rows.is_largest for operand in partial):
         return False
-    is_linear = any(set(partial) <= set(group) for group in linear_groups(node))
+    group = next((group for group in linear_groups(node) if set(partial) <= set(group)), None)
+    # A part of an integer is none.
+    is_linear = group is not None and all(x in partial or tensor(x).is_floating_point() for x in group)
     return is_linear or _is_float_cast(node) or adds_number(node)
 
 

@@ -46,7 +46,8 @@ def _gathered(
         return world.hops(axes).all_reduce(own, SITE)
     # Some replicas may have no rows: the first with rows tells the others.
     teller = next((number for number, rows in enumerate(program.row_counts) if rows), 0)
-    told = kept[0] if kept and world.replica == teller else None
+    # A copy: it may be a weight.
+    told = kept[0].clone() if kept and world.replica == teller else None
     return _from_any(told, spec.shape, dtype, world, axes)
 
 
