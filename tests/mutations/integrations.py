@@ -84,8 +84,8 @@ MUTATIONS = (
         "autoptd/integrations/transformers.py",
         "tests/integrations/test_trainer.py -k resumed_run",
         (
-            "weights = self.pm.state_dict() if self.pm is not None",
-            "weights = state_dict if self.pm is not None",
+            "is_edited else self.pm.state_dict()",
+            "is_edited else state_dict",
         ),
     ),
     *planted(
