@@ -30,7 +30,7 @@ from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.timeline import Delays, Timeline, clocks_of
 from autoptd.runtime.world.devices import check_device, has_launcher
 from autoptd.runtime.world.processes import DistributedWorld
-from autoptd.runtime.world.rendezvous import find_launch, own_place, tell_at_exit
+from autoptd.runtime.world.rendezvous import find_launch, launched_ranks, own_place, tell_at_exit
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import Communicators, World, on_device
 
@@ -277,13 +277,14 @@ def is_launched(mesh: Mesh, backend: str | None) -> bool:
             f"{mesh.size} ranks are requested, but this process was not started by torchrun{_half_set()}",
             f"torchrun --nproc-per-node {mesh.size} ..., or backend='local' for ranks as threads",
         )
-    _, size = own_place()
+    size = launched_ranks()
     if size != mesh.size:
         raise PlanError(
             f"world size {size}",
             f"{'*'.join(mesh.degrees)} is {mesh.size} ({mesh})",
             f"torchrun --nproc-per-node {mesh.size} ..., or t, p, d whose product is {size}",
         )
+    own_place()
     return True
 
 
