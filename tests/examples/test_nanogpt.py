@@ -39,6 +39,7 @@ def test_losses_are_those_of_one_device(
     assert single[-1] < single[2]
 
 
+@pytest.mark.thorough
 @pytest.mark.processes
 def test_torchrun_prints_the_same_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -174,6 +174,7 @@ class Counting(transformers.TrainerCallback, transformers.trainer_callback.Expor
         return {"args": {}, "attributes": {"count": self.count}}
 
 
+@pytest.mark.thorough  # what memory metrics need takes ten seconds
 def test_other_settings_do_what_they_do_in_transformers(tmp_path: Path) -> None:
     how: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     how |= {"skip_memory_metrics": False, "prediction_loss_only": True, "logging_nan_inf_filter": False}

@@ -53,7 +53,7 @@ def test_a_wrong_number_of_tasks_is_told_by_all() -> None:
 @pytest.mark.parametrize(
     ("absent", "told"),
     [
-        (3, "waited 6 s for rank 3, not arrived"),
+        pytest.param(3, "waited 6 s for rank 3, not arrived", marks=pytest.mark.thorough),
         (0, "the store of rank 0 at localhost:.* does not answer for 6 s"),
     ],
 )
