@@ -89,4 +89,4 @@ trainer = Trainer(
 trainer.train(resume_from_checkpoint=get_last_checkpoint(args.out) if Path(args.out).exists() else None)
 trainer.log_metrics("eval", trainer.evaluate())
 trainer.save_model(f"{args.out}/final")
-trainer.pm.close()
+trainer.ranks.close()
