@@ -221,10 +221,10 @@ def line(row: dict[str, Any]) -> str:
 
 def picture(rows: list[dict[str, Any]]) -> str:
     """Two bars per case: trace above, rest below, in seconds."""
-    scale = 380 / max(row["trace_s"] + row["rest_s"] for row in rows)
+    scale = 340 / max(row["trace_s"] + row["rest_s"] for row in rows)
     height = 50 + 34 * len(rows)
     lines = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="620" height="{height}" font-family="sans-serif">'
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="640" height="{height}" font-family="sans-serif">'
     ]
     lines.append('<rect width="100%" height="100%" fill="white"/>')
     lines.append(
@@ -233,10 +233,10 @@ def picture(rows: list[dict[str, Any]]) -> str:
     for i, row in enumerate(rows):
         y, first, second = 42 + 34 * i, scale * row["trace_s"], scale * row["rest_s"]
         lines.append(f'<text x="10" y="{y + 15}" font-size="13">{row["case"]}</text>')
-        lines.append(f'<rect x="80" y="{y}" width="{first:.1f}" height="20" fill="#b8b8b8"/>')
-        lines.append(f'<rect x="{80 + first:.1f}" y="{y}" width="{second:.1f}" height="20" fill="#7aa6d6"/>')
+        lines.append(f'<rect x="100" y="{y}" width="{first:.1f}" height="20" fill="#b8b8b8"/>')
+        lines.append(f'<rect x="{100 + first:.1f}" y="{y}" width="{second:.1f}" height="20" fill="#7aa6d6"/>')
         text = f"{row['trace_s']:.1f} + {row['rest_s']:.1f} s, {row['peak_mib']} MiB"
-        lines.append(f'<text x="{90 + first + second:.1f}" y="{y + 15}" font-size="13">{text}</text>')
+        lines.append(f'<text x="{110 + first + second:.1f}" y="{y + 15}" font-size="13">{text}</text>')
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 

@@ -122,7 +122,7 @@ class Trainer(transformers.Trainer):
     def _start(self, loader: Any, count: int) -> ParallelModel:
         """Return the running model; start it for the first `count` batches of a loader. Collective."""
         if self.pm is not None and self._running is self.model:
-            self._follow_edits()
+            self._follow_edits(begins=True)
             return self.pm
         if self.pm is not None:
             self.pm.close()
@@ -303,9 +303,7 @@ class Trainer(transformers.Trainer):
         count = self.args.gradient_accumulation_steps if has_data else 1
         if self._running is not self.model:
             self._start(self.get_train_dataloader() if has_data else dataloader, count)
-        # In training it has the weights from before.
-        elif not self.is_in_train:
-            self._follow_edits()
+        self._follow_edits()
         self.gather_function = self._of_rows
         # A part of the evaluation that runs on the ranks.
         preprocess, self.preprocess_logits_for_metrics = self.preprocess_logits_for_metrics, None
@@ -341,9 +339,9 @@ class Trainer(transformers.Trainer):
         if ignore_keys is None:
             config = getattr(self.model, "config", None)
             ignore_keys = [] if config is None else getattr(config, "keys_to_ignore_at_inference", ["cache"])
-        how = tuple(ignore_keys), tuple(self.label_names), self._preprocess
+        how, preprocess = (tuple(ignore_keys), tuple(self.label_names)), self._preprocess
         # One function for all batches, which is compiled once.
-        outputs = self._predictions.setdefault(how, Predictions(*how))
+        outputs = self._predictions.setdefault((*how, id(preprocess)), Predictions(*how, preprocess))
         pm, batch = self.ranks, self._counted(inputs, items)
         loss, found = pm.eval_step(**pm.local_batch(**batch), outputs=outputs, everywhere=True)
         labels = [inputs[name].to(self.args.device) for name in self.label_names]
@@ -357,12 +355,11 @@ class Trainer(transformers.Trainer):
     # checkpoints
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        weights = state_dict
+        # All processes are here, and one of them writes.
         if self.pm is not None and self._running is self.model:
-            # Rank 0 alone may be here: it writes what it has.
-            is_edited = not self.is_in_train and self._stamp() != self._synced
-            weights = self.model.state_dict() if is_edited else self.pm.state_dict()
-        super()._save(output_dir, weights)
+            self._follow_edits()
+            state_dict = self.pm.state_dict()
+        super()._save(output_dir, state_dict)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self.ranks.save(Path(output_dir) / FOLDER, self.optimizer, {"scheduler": self.lr_scheduler})
@@ -413,11 +410,19 @@ class Trainer(transformers.Trainer):
         state = self.model.state_dict()
         return "" if any(x.is_meta for x in state.values()) else str(fingerprint_of_values(state))
 
-    def _follow_edits(self) -> None:
-        """Load `model` into the ranks if it was changed since they were equal: a script may have set its weights.
-        Collective.
+    def _follow_edits(self, begins: bool = False) -> None:
+        """Load `model` into the ranks if a script has set its weights since they were equal. Collective.
+
+        Not in training, where `model` has the weights from before, unless that `begins`.
         """
-        if (stamp := self._stamp()) != self._synced:
+        if self.is_in_train and not begins:
+            return
+        stamp = self._stamp()
+        is_edited = torch.tensor([stamp != self._synced], dtype=torch.int, device=self.args.device)
+        if self.args.world_size > 1:
+            is_edited = self.accelerator.gather(is_edited)
+        if is_edited.any():
+            # An error on all ranks where their models differ.
             self.ranks.load_state_dict(self.model.state_dict())
             self._synced = stamp
 

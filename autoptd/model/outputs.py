@@ -4,7 +4,7 @@ In: `outputs` of `pm.eval_step`. Out: a name, which is the same on all ranks; th
 
     names = OutputNames()
     names.name_of("logits")     # "'logits'"
-    bring_together(ranks, program, "logits", counts)
+    bring_together(ranks, program, "logits", count, everywhere=False)
 """
 
 from __future__ import annotations
@@ -19,11 +19,10 @@ from autoptd.errors import PlanError
 from autoptd.program.program import Program
 from autoptd.runtime.step.launch import Rank, RunningRanks
 from autoptd.runtime.step.outputs import SITE, gathered, joined, of_all_replicas
-from autoptd.trace.loss import ALONE, Outputs
+from autoptd.trace.loss import ALONE, ARGUMENT, Outputs
 
 # Each function is compiled.
 MAX_FUNCTIONS = 8
-ARGUMENT = "pm.eval_step(outputs=)"
 
 
 class OutputNames:

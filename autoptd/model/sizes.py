@@ -149,9 +149,7 @@ class Programs:
             raise PlanError(ARGUMENT, fact, "a model from autoptd.parallelize(model, ...)")
         if self._padding is not None:
             fact = "shapes='bucket' pads the batch, and with it the outputs and sums over them"
-            raise PlanError(
-                "pm.eval_step(outputs=)", fact, "shapes='exact', or pad the batch before the call"
-            )
+            raise PlanError(ARGUMENT, fact, "shapes='exact', or pad the batch before the call")
 
     def _exact(self, call: str, args: Args, kwargs: Kwargs, outputs: Outputs | None) -> Sizes:
         """Return the sizes of a call that is not padded; in an evaluation, replicas may have other numbers of

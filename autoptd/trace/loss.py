@@ -26,6 +26,7 @@ Outputs = str | Sequence[str] | Callable[..., Any]
 Picked = dict[str, torch.Tensor]
 # The name of an output that a function returns alone; those in a dict have other ones.
 ALONE = ""
+ARGUMENT = "pm.eval_step(outputs=)"
 
 
 @dataclass(frozen=True)
@@ -45,18 +46,14 @@ class WithLoss(nn.Module):
 
     def __init__(self, model: nn.Module, loss_fn: Callable[..., Any] | LossAndOutputs | None) -> None:
         super().__init__()
-        self._outputs: tuple[Outputs, ...] = ()
-        if isinstance(loss_fn, LossAndOutputs):
-            # In a tuple, which makes no submodule of a module.
-            loss_fn, self._outputs = loss_fn.loss_fn, (loss_fn.outputs,)
-        self.model, self.loss_fn = model, loss_fn
+        self._wanted = loss_fn if isinstance(loss_fn, LossAndOutputs) else None
+        self.model, self.loss_fn = model, loss_fn if self._wanted is None else self._wanted.loss_fn
         # nn.Module.__init__ sets it to True.
         self.training = model.training
 
     def twin(self) -> WithLoss:
         """Return another wrapper of the same model, which nothing watches."""
-        wanted = [LossAndOutputs(self.loss_fn, outputs) for outputs in self._outputs]
-        return WithLoss(self.model, wanted[0] if wanted else self.loss_fn)
+        return WithLoss(self.model, self.loss_fn if self._wanted is None else self._wanted)
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         loss, outputs = self.results(*args, **kwargs)
@@ -76,23 +73,22 @@ class WithLoss(nn.Module):
             loss = find_loss(output, lambda: targets_left_out(self.model, args, kwargs))
         else:
             loss = find_loss(self.loss_fn(output, targets))
-        if self._outputs:
-            # A function may write to what the model has returned.
-            loss = loss.clone()
+        if self._wanted is None:
+            return loss, {}
+        # A function may write to what the model has returned.
+        loss = loss.clone()
         with torch.no_grad():
-            picked = [picked_outputs(wanted, output, args, call) for wanted in self._outputs]
-        return loss, picked[0] if picked else {}
+            return loss, picked_outputs(self._wanted.outputs, output, args, call)
 
 
 def picked_outputs(wanted: Outputs, output: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Picked:
     """Return what an evaluation returns of a model's output, by name."""
-    site = "pm.eval_step(outputs=)"
     if callable(wanted):
         found = wanted(output, *args, **kwargs)
         picked = dict(found) if isinstance(found, Mapping) else {ALONE: found}
         if isinstance(found, Mapping) and not all(isinstance(name, str) and name for name in found):
             names = ", ".join(map(repr, found))
-            raise TraceError(site, f"gives a dict with the keys {names}", "keys that are names")
+            raise TraceError(ARGUMENT, f"gives a dict with the keys {names}", "keys that are names")
     else:
         names = [wanted] if isinstance(wanted, str) else list(wanted)
         parts = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -105,12 +101,12 @@ def picked_outputs(wanted: Outputs, output: Any, args: tuple[Any, ...], kwargs: 
                 if has
                 else "a function: outputs=lambda output, *args, **kwargs: output[0]"
             )
-            raise TraceError(site, fact, remedy)
+            raise TraceError(ARGUMENT, fact, remedy)
         picked = {name: parts[name] for name in names}
     for name, x in picked.items():
         if not isinstance(x, torch.Tensor):
             fact = f"gives {a_type(x)}{f' as {name!r}' if name else ''}"
-            raise TraceError(site, fact, "a tensor, or a dict of tensors by name")
+            raise TraceError(ARGUMENT, fact, "a tensor, or a dict of tensors by name")
     return picked
 
 

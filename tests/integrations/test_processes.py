@@ -44,6 +44,9 @@ def test_processes_train_save_and_resume(mesh: dict[str, int], tmp_path: Path) -
     expected = one_device(lambda: in_float64(gpt2()), tmp_path / "one", mesh.get("d", 1), **data, **how)
     for rank in found:
         assert is_close(rank["logs"], expected.logs) and is_close(rank["resumed"], expected.logs)
+        evaluated = [log["eval_loss"] for log in expected.logs if "eval_loss" in log]
+        assert abs(float(rank["edited"][0]) - evaluated[-1]) > 1e-3
+        assert "load_state_dict" in rank["edited"][1], rank["edited"]
         assert rank["is_same"] and "read another batch than rank 0" in rank["said"]
     assert (tmp_path / "ranks" / "final" / "model.safetensors").exists()
     assert len(list((tmp_path / "ranks" / "checkpoint-4").glob("rng_state_*.pth"))) == ranks

@@ -54,6 +54,17 @@ def main(mesh: dict[str, int], folder: Path) -> None:
     dist.barrier()
     second = trainer(mesh, folder)
     second.train(resume_from_checkpoint=True)
+    logs = logs_of(second)
+    # All processes set the same weights; then one of them alone.
+    edited = []
+    for ranks in ((0, 1, 2, 3), (1,)):
+        if int(os.environ["RANK"]) in ranks:
+            with torch.no_grad():
+                second.model.transformer.ln_f.weight.mul_(0.5)
+        try:
+            edited.append(str(second.evaluate()["eval_loss"]))
+        except AutoptdError as error:
+            edited.append(str(error))
     said = ""
     try:
         trainer(mesh, folder, Rows(21, seed=int(os.environ["RANK"]))).train()
@@ -61,7 +72,8 @@ def main(mesh: dict[str, int], folder: Path) -> None:
         said = str(error)
     found = {
         "logs": logs_of(first),
-        "resumed": logs_of(second),
+        "resumed": logs,
+        "edited": edited,
         "is_same": torch.equal(highest, lowest),
         "said": said,
     }

@@ -9,8 +9,8 @@ MUTATIONS = (
         ("        self.model.train()\n", ""),
         ("return found[:1].repeat(self._rows)", "return found"),
         ("len({tuple(widths_of(other)) for other in batches}) > 1,", "False,"),
-        ("            self._follow_edits()\n            return self.pm\n", "            return self.pm\n"),
-        ("weights = self.model.state_dict() if is_edited else", "weights ="),
+        ("self._follow_edits(begins=True)\n", "pass\n"),
+        ("            self._follow_edits()\n            state_dict =", "            state_dict ="),
     ),
     *planted(
         "autoptd/passes/samples.py",
@@ -20,7 +20,7 @@ MUTATIONS = (
     *planted(
         "autoptd/passes/solve/batch_types.py",
         "tests/model/test_eval_rows.py -k integer",
-        ("all(x in partial or tensor(x).is_floating_point() for x in group)", "True"),
+        ("all(x in partial or _divides(tensor(x)) for x in group)", "True"),
     ),
     *planted(
         "autoptd/trace/loss.py",
@@ -84,8 +84,8 @@ MUTATIONS = (
         "autoptd/integrations/transformers.py",
         "tests/integrations/test_trainer.py -k resumed_run",
         (
-            "is_edited else self.pm.state_dict()",
-            "is_edited else state_dict",
+            "state_dict = self.pm.state_dict()",
+            "pass",
         ),
     ),
     *planted(

@@ -12,7 +12,7 @@ MUTATIONS = (
         "autoptd/trace/loss.py",
         "tests/model/test_outputs.py -k collects",
         (
-            "return WithLoss(self.model, wanted[0] if wanted else self.loss_fn)",
+            "return WithLoss(self.model, self.loss_fn if self._wanted is None else self._wanted)",
             "return WithLoss(self.model, self.loss_fn)",
         ),
     ),

@@ -277,9 +277,13 @@ def _keeps_partial(node: Node, partial: list[Node], split: bool) -> bool:
     if split or not partial or any(note(operand).rows.is_largest for operand in partial):
         return False
     group = next((group for group in linear_groups(node) if set(partial) <= set(group)), None)
-    # A part of an integer is none.
-    is_linear = group is not None and all(x in partial or tensor(x).is_floating_point() for x in group)
+    # An integer has no equal parts.
+    is_linear = group is not None and all(x in partial or _divides(tensor(x)) for x in group)
     return is_linear or _is_float_cast(node) or adds_number(node)
+
+
+def _divides(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
 
 
 def _is_largest(node: Node, split: dict[Node, ValueType]) -> bool:

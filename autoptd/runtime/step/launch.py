@@ -30,7 +30,8 @@ from autoptd.runtime.step.executor import Executor
 from autoptd.runtime.step.timeline import Delays, Timeline, clocks_of
 from autoptd.runtime.world.devices import check_device, has_launcher
 from autoptd.runtime.world.processes import DistributedWorld
-from autoptd.runtime.world.rendezvous import find_launch, launched_ranks, own_place, tell_at_exit
+from autoptd.runtime.world.rendezvous import join_launch as join_launch
+from autoptd.runtime.world.rendezvous import launched_ranks, own_place, tell_at_exit
 from autoptd.runtime.world.threads import REMEDY, Ranks, ThreadWorld
 from autoptd.runtime.world.world import Communicators, World, on_device
 
@@ -253,12 +254,6 @@ def make_rank(program: Program, world: World, full: Values) -> Rank:
     params = RankParameters(program, world, full)
     executor = Executor(program, world, params)
     return Rank(world, params, executor, executor)
-
-
-def join_launch(backend: str | None) -> None:
-    """Find the place of this process in a launch by Slurm, unless ranks are threads or the process group exists."""
-    if backend != "local" and not (dist.is_available() and dist.is_initialized()):
-        find_launch()
 
 
 def is_launched(mesh: Mesh, backend: str | None) -> bool:

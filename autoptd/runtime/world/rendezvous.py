@@ -87,9 +87,10 @@ def launched_ranks() -> int | None:
     return int_from_env("WORLD_SIZE") if "WORLD_SIZE" in os.environ else None
 
 
-def find_launch() -> None:
-    """Set torchrun's variables in the environment of this process if Slurm has started it, and torchrun has not."""
-    join_slurm_step(os.environ)
+def join_launch(backend: str | None) -> None:
+    """Find the place of this process in a launch by Slurm, unless ranks are threads or the process group exists."""
+    if backend != "local" and not (dist.is_available() and dist.is_initialized()):
+        join_slurm_step(os.environ)
 
 
 def store_from_env(timeout: float) -> dist.Store:
