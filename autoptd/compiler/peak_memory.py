@@ -3,7 +3,7 @@
 In: a program. Out: for every pipeline rank, the bytes at its peak, and the action in which it occurs. The
 rehearsal runs the same code as a rank: the emitted stages, autograd, recomputation, messages, gradient sums.
 A storage counts from the operator that allocates it to its last reader; the moments of AdamW are those of the
-ledger (`program/state_memory.py`).
+ledger (`state_memory` of `program/buckets.py`).
 
     peak_memory(program)[0]                     # Peak(nbytes=71204864, at="B0.1")
 

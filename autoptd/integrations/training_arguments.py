@@ -13,6 +13,8 @@ from __future__ import annotations
 
 import dataclasses
 import os
+from collections.abc import Collection, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 from autoptd.errors import PlanError
@@ -98,15 +100,23 @@ SAMPLING = ("random", "sequential")
 PRECISION = {"no": None, "bf16": "bf16-mixed"}
 
 
-def check_arguments(args: TrainingArguments) -> None:
-    """Raise PlanError with all fields that have a value which the ranks would not obey."""
+def check_arguments(
+    args: TrainingArguments,
+    obeyed: Collection[str] = (),
+    refused: Mapping[str, tuple[str, str]] = MappingProxyType({}),
+    values: Iterable[tuple[str, str, str]] = (),
+) -> None:
+    """Raise PlanError with all fields that have a value which the ranks would not obey.
+
+    `obeyed` and `refused` are the tables of a subclass, for its own fields, and `values` what it has found already.
+    """
     usual = TrainingArguments(output_dir=args.output_dir, use_cpu=args.use_cpu, ddp_backend=args.ddp_backend)
-    found = []
+    found = [*values]
     for field in dataclasses.fields(args):
         name, value = field.name, getattr(args, field.name)
-        if name in OBEYED or name in IRRELEVANT:
+        if name in OBEYED or name in IRRELEVANT or name in obeyed:
             continue
-        fact, remedy = REFUSED.get(name, ("it is not known to AutoPTD", "leave it out"))
+        fact, remedy = {**REFUSED, **refused}.get(name, ("it is not known to AutoPTD", "leave it out"))
         if value != getattr(usual, name, _default(field)):
             found.append((f"{name}={value!r}", fact, remedy))
     for name, value, known in (

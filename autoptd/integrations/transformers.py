@@ -70,12 +70,10 @@ class Trainer(transformers.Trainer):
     """
 
     def __init__(self, *given: Any, parallel: Mapping[str, Any] | None = None, **keywords: Any) -> None:
-        parts = dict(inspect.signature(transformers.Trainer).bind(*given, **keywords).arguments)
-        if parts.get("args") is None:
-            parts["args"] = transformers.TrainingArguments(output_dir="tmp_trainer")
-        args = parts["args"]
+        # Of the next class, which may be that of another library.
+        parts = dict(inspect.signature(super().__init__).bind(*given, **keywords).arguments)
         check_parts(parts)
-        check_arguments(args)
+        args = parts["args"] = self._checked(parts)
         self._check_methods()
         if isinstance(parts.get("model"), ParallelModel):
             fact = "is a ParallelModel already"
@@ -104,6 +102,12 @@ class Trainer(transformers.Trainer):
             self.model.activation_checkpointing_enable(
                 activation_checkpointing_kwargs=how or None, every_n_layers=every
             )
+
+    def _checked(self, parts: Mapping[str, Any]) -> Any:
+        """Return the training arguments; PlanError for those that the ranks would not obey."""
+        args = parts.get("args") or transformers.TrainingArguments(output_dir="tmp_trainer")
+        check_arguments(args)
+        return args
 
     def _check_methods(self) -> None:
         changed = [

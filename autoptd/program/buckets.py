@@ -13,6 +13,8 @@ these ranks make no other calls there. If the model mixes samples they do, and t
 action. So do sums over tp, over cp alone, and over owners: tensor ranks complete a bucket at different points
 of a backward, so the order relative to its other calls over tp would differ between ranks.
 
+With buckets, the bytes of a rank's parameters, gradients and optimizer state are known: `state_memory`.
+
     for bucket in plan_buckets(program.params, program.orders, program.ranks, program.mesh, pipeline_rank=0):
         print(bucket.site, [(step.axis, step.row.backward) for step in bucket.sums], bucket.owners)"""
 
@@ -24,10 +26,11 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from autoptd.ir.actions import Action, Kind, Orders
+from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES, Mesh, Role, base, is_sub_axis, joined, parts_of, role_of
 from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
 from autoptd.program.specs import Collective, ParamSpec
+from autoptd.program.state_memory import StateMemory
 
 # Bytes of a bucket: enough for the full bandwidth of a link, but at most a quarter of a rank's gradients, so
 # that most of them are reduced while backward continues.
@@ -139,6 +142,19 @@ class BucketPlan:
         """Return the bytes of the parameters gathered after an update, in the dtype of their use."""
         return self.numel(mesh) * itemsize(self.params[0].use.dtype) if self.sharing_axes else 0
 
+    def range_bytes(self, mesh: Mesh) -> int:
+        """Return the bytes of the range that a rank stores of it, padding included."""
+        return self.numel(mesh) // self.parts(mesh) * itemsize(self.params[0].storage.dtype)
+
+    def piece_bytes(self, mesh: Mesh, rank: int) -> int:
+        """Return the bytes of the parameters in that range, without padding, which the optimizer does not step."""
+        width = self.numel(mesh) // self.parts(mesh)
+        start = mesh.group(rank, self.sharing_axes).index(rank) * width
+        elements = 0
+        for place in self.places(mesh):
+            elements += max(0, min(place.end, start + width) - max(place.start, start))
+        return elements * itemsize(self.params[0].storage.dtype)
+
 
 class Place(NamedTuple):
     """The elements `start` to `end` of a bucket's flat buffer that hold one rank's part of a parameter."""
@@ -224,6 +240,31 @@ def _plan(
     ]
     # Backward goes from the last parameters of a stage to its first.
     return sorted(plans, key=lambda plan: (max(map(completed, plan.params)), -plan.number))
+
+
+def state_memory(params: Sequence[ParamSpec], orders: Orders, mesh: Mesh, rank: int) -> StateMemory:
+    """Return the bytes that `rank` holds for a program's parameters in training with AdamW."""
+    place, ranks = mesh.pipeline_rank_of(rank), ranks_of_stages(orders)
+    held = [spec for spec in params if place in spec.owners(ranks)]
+    plans = plan_buckets(params, orders, ranks, mesh, place)
+    shared = [plan for plan in plans if plan.parts(mesh) > 1]
+    apart = {spec.name for plan in shared for spec in plan.params}
+    own = [spec for spec in held if spec.name not in apart]
+    trained = [spec for spec in own if spec.requires_grad]
+    masters = [spec for spec in own if spec.has_master]
+    return StateMemory(
+        parameters=sum(plan.gathered_bytes(mesh) for plan in shared)
+        + sum(spec.local_bytes(mesh) for spec in own),
+        gradients=sum(plan.nbytes(mesh) for plan in plans)
+        + sum(spec.local_bytes(mesh) for spec in trained if spec.has_main_grad),
+        masters=sum(plan.range_bytes(mesh) for plan in shared if plan.params[0].has_master)
+        + _stored_bytes(masters, mesh),
+        moments=2 * sum(plan.piece_bytes(mesh, rank) for plan in shared) + 2 * _stored_bytes(trained, mesh),
+    )
+
+
+def _stored_bytes(specs: Sequence[ParamSpec], mesh: Mesh) -> int:
+    return sum(math.prod(spec.local_shape(mesh)) * itemsize(spec.storage.dtype) for spec in specs)
 
 
 def busy_axes(collectives: Iterable[Collective]) -> tuple[str, ...]:

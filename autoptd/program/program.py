@@ -35,7 +35,7 @@ from autoptd.ir.mesh import Mesh, Role, is_sub_axis, parts_of
 from autoptd.ir.notes import Fallback
 from autoptd.ir.placement import Placement, joined_sums
 from autoptd.ir.types import Segmented, ValueType
-from autoptd.program.buckets import busy_axes
+from autoptd.program.buckets import busy_axes, state_memory
 from autoptd.program.costs import Costs, read_costs, tupled
 from autoptd.program.specs import (
     Collective,
@@ -49,7 +49,7 @@ from autoptd.program.specs import (
     TransferBuffer,
     UpdatePart,
 )
-from autoptd.program.state_memory import StateMemory, state_memory
+from autoptd.program.state_memory import StateMemory
 
 # The version of the format of program.json, and of the functions that emitted files call.
 VERSION = 13
