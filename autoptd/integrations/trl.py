@@ -65,6 +65,8 @@ class SFTTrainer(Trainer, trl.SFTTrainer):
     def __init__(self, *given: Any, parallel: Mapping[str, Any] | None = None, **keywords: Any) -> None:
         super().__init__(*given, parallel=parallel, **keywords)
         self._is_training = True
+        # TRL sets it for streams, and the next trainer with these arguments would refuse it.
+        self.args.accelerator_config.dispatch_batches = None
         model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
         # A head of TRL for its losses, which would go to a copy of the model with the weights of this one.
         vars(model).pop("forward", None)

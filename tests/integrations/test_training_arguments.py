@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,14 @@ import torch
 
 import autoptd
 from autoptd.errors import PlanError
-from autoptd.integrations.training_arguments import IRRELEVANT, OBEYED, OPTIMIZERS, REFUSED, check_processes
+from autoptd.integrations.training_arguments import (
+    IRRELEVANT,
+    OBEYED,
+    OPTIMIZERS,
+    REFUSED,
+    check_arguments,
+    check_processes,
+)
 from tests.integrations.runs import Rows, Trainer, arguments, gpt2, transformers
 
 HERE = Path(__file__).parent
@@ -141,6 +150,20 @@ def test_fields_of_a_subclass_are_refused(tmp_path: Path) -> None:
     args = transformers.Seq2SeqTrainingArguments(**how, predict_with_generate=True)
     with pytest.raises(PlanError, match="predict_with_generate=True: it is not known to AutoPTD"):
         Trainer(gpt2(), args, train_dataset=Rows(4), parallel=MESH)
+    # With the tables of a subclass.
+    check_arguments(args, obeyed=("predict_with_generate",))
+    refused = {"predict_with_generate": ("there is no cache", "outputs=")}
+    with pytest.raises(
+        PlanError, match=r"a: b; predict_with_generate=True: there is no cache\. Remedy: a: c; "
+    ):
+        check_arguments(args, refused=refused, values=[("a", "b", "c")])
+
+
+def test_a_missing_trl_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "trl", None)
+    monkeypatch.delitem(sys.modules, "autoptd.integrations.trl", raising=False)
+    with pytest.raises(PlanError, match=r'pip install "autoptd\[trl\]"'):
+        importlib.import_module("autoptd.integrations.trl")
 
 
 def test_loaders_have_their_settings(tmp_path: Path) -> None:

@@ -219,7 +219,10 @@ def test_the_most_accurate_model_is_loaded(tmp_path: Path) -> None:
 
 @pytest.mark.thorough
 def test_a_stream_is_read_as_by_trl(tmp_path: Path) -> None:
-    check({"d": 2}, tmp_path, rows("text", 22).to_iterable_dataset())
+    data = rows("text", 22).to_iterable_dataset()
+    args = check({"d": 2}, tmp_path, data).trainer.args
+    # The same arguments for another trainer.
+    SFTTrainer(gpt2(), args, train_dataset=data, processing_class=tokenizer(), parallel={"backend": "local"})
 
 
 def mixtral() -> nn.Module:
@@ -384,6 +387,17 @@ def test_parts_of_another_run_are_refused(tmp_path: Path) -> None:
     prompt = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     with pytest.raises(PlanError, match="peft_config: virtual tokens"):
         made({"t": 2}, tmp_path, rows("text", 4), llama, peft_config=prompt)
+
+    class Processor(transformers.ProcessorMixin):  # type: ignore[misc]
+        """Of a model that reads images."""
+
+        def __init__(self, tokenizer: Any = None) -> None:
+            super().__init__(tokenizer)
+
+    images = rows("text", 4).add_column("image", [[0.5]] * 4)
+    parts = {"train_dataset": images, "processing_class": Processor(tokenizer())}
+    with pytest.raises(PlanError, match=r"^SFTTrainer: train_dataset: has images"):
+        SFTTrainer(llama(), config(tmp_path), **parts, parallel={"backend": "local", "t": 2})
 
     class Changed(SFTTrainer):
         def compute_loss(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,28 @@
 """Trainers of other libraries."""
 
+from importlib.util import find_spec
+
 from tests.mutations import planted
 
+TRL = (
+    *planted(
+        "autoptd/integrations/trl.py",
+        "tests/integrations/test_trl.py -k run_is",
+        ("counted[:, 0] = IGNORED", "pass"),
+        ("self.model.training, before = self._is_training, self.model.training", "before = True"),
+        ('int(inputs["attention_mask"].sum())', 'inputs["input_ids"].numel()'),
+    ),
+    *planted(
+        "autoptd/integrations/trl.py",
+        "tests/integrations/test_trl.py -k losses_are",
+        ("items.clamp(min=1) if isinstance(items, torch.Tensor) else items", "items"),
+    ),
+    *planted(
+        "autoptd/integrations/token_scores.py",
+        "tests/integrations/test_trl.py -k losses_are",
+        ("logs.exp().detach()", "logs.exp()"),
+    ),
+)
 MUTATIONS = (
     *planted(
         "autoptd/integrations/transformers.py",
@@ -66,8 +87,10 @@ MUTATIONS = (
     *planted(
         "autoptd/integrations/training_arguments.py",
         "tests/integrations/test_training_arguments.py",
-        ("if name in OBEYED or name in IRRELEVANT:", "if name not in REFUSED:"),
+        ("if name in OBEYED or name in IRRELEVANT or name in obeyed:", "if name not in REFUSED:"),
         ('"debug": (', '"debugged": ('),
+        (" or name in obeyed:", ":"),
+        ("found = [*values]", "found = []"),
     ),
     *planted(
         "autoptd/integrations/transformers.py",
@@ -98,4 +121,6 @@ MUTATIONS = (
         "tests/integrations/test_training_arguments.py -k refused_by_transformers",
         ('if name == "_is_accelerate_prepared":', 'if name == "":'),
     ),
+    # Without TRL, its tests are skipped.
+    *(TRL if find_spec("trl") else ()),
 )
