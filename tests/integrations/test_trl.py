@@ -262,7 +262,7 @@ def test_processes_train_as_trl(tmp_path: Path) -> None:
 
 TRAINED: list[tuple[str, dict[str, Any]]] = [
     ("text", {"max_length": 4, "pad_token": "w1", "eos_token": "w2"}),
-    ("other", {"dataset_text_field": "other", "shuffle_dataset": True, "dataset_num_proc": 1}),
+    ("other", {"dataset_text_field": "other", "shuffle_dataset": True}),
     (
         "other",
         {"formatting_func": lambda row: row["other"] + " w5", "truncation_mode": "keep_end", "max_length": 4},
@@ -277,7 +277,10 @@ TRAINED: list[tuple[str, dict[str, Any]]] = [
 
 
 @pytest.mark.parametrize(
-    ("kind", "how"), TRAINED, ids=lambda value: value if isinstance(value, str) else " ".join(value)
+    ("kind", "how"),
+    # A pool of processes takes seconds.
+    [*TRAINED, pytest.param("text", {"dataset_num_proc": 1}, marks=pytest.mark.thorough)],
+    ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
 def test_batches_are_those_of_trl(
     kind: str, how: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
