@@ -50,6 +50,7 @@ REFUSED = {
     "padding_free": _FLAT,
     "activation_offloading": ("activations stay on their device", "more pipeline or tensor ranks"),
 }
+LOSSES = {"nll": ForCausalLMLoss, "dft": dft_loss}
 
 
 class SFTTrainer(Trainer, trl.SFTTrainer):
@@ -76,15 +77,14 @@ class SFTTrainer(Trainer, trl.SFTTrainer):
             config.output_router_logits = self.aux_loss_enabled
         if hasattr(model, "router_aux_loss_coef"):
             model.router_aux_loss_coef = self.router_aux_loss_coef
-        if self.args.loss_type == "dft":
-            model.loss_function = dft_loss
+        model.loss_function = LOSSES[self.args.loss_type]
 
     def _check_model(self, model: Any) -> None:
         found = []
         if self._is_vision_dataset:
             found.append(("train_dataset", "has images", "trl.SFTTrainer, or columns of text"))
         calls = inspect.unwrap(type(model).forward).__code__.co_names
-        if "loss_function" not in calls or model.loss_function is not ForCausalLMLoss:
+        if "loss_function" not in calls or model.loss_function not in LOSSES.values():
             fact = f"{a_type(model)} has another loss than that of causal models, which TRL puts in its place"
             found.append(("model", fact, "the Trainer of autoptd.integrations.transformers"))
         if getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False):
@@ -96,7 +96,7 @@ class SFTTrainer(Trainer, trl.SFTTrainer):
             found.append(("gradient_accumulation_steps", fact, remedy))
         if self.aux_loss_enabled and not hasattr(model.config.get_text_config(), "router_aux_loss_coef"):
             fact = f"{a_type(model)} weights the balance of experts by another name"
-            found.append(("router_aux_loss_coef", fact, "its own field in the config of the model"))
+            found.append(("router_aux_loss_coef", fact, "leave it out: the experts are then not balanced"))
         raise_all("SFTTrainer", found)
 
     def _checked(self, parts: Mapping[str, Any]) -> Any:

@@ -32,7 +32,7 @@ datasets = pytest.importorskip("datasets")
 transformers = pytest.importorskip("transformers")
 tokenizers = pytest.importorskip("tokenizers")
 
-from autoptd.integrations.trl import OBEYED, REFUSED, SFTTrainer  # noqa: E402
+from autoptd.integrations.trl import OBEYED, REFUSED, ForCausalLMLoss, SFTTrainer  # noqa: E402
 
 WORDS = ["<pad>", "<end>", "<user>", "<model>"]
 WORDS += [f"w{number}" for number in range(VOCAB - len(WORDS))]
@@ -185,6 +185,9 @@ def test_losses_are_those_of_trl(kind: str, tmp_path: Path) -> None:
     how = {"loss_type": kind, "max_length": None, "train_sampling_strategy": "sequential", "max_steps": 4}
     found = check({"t": 2}, tmp_path, rows("ids", 8), llama, eval_dataset=rows("ids", 6), **how)
     assert [log["loss"] > 0 for log in found.logs[:4]] == [False, False, True, True]
+    # The other loss, of the same model.
+    trainer = made({"t": 2}, tmp_path, rows("ids", 8), lambda: found.trainer.model)
+    assert trainer.model.loss_function is ForCausalLMLoss
 
 
 def test_adapters_are_trained_saved_and_resumed(tmp_path: Path) -> None:
@@ -370,9 +373,21 @@ def weighed() -> nn.Module:
     return model
 
 
+def jetmoe() -> nn.Module:
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": VOCAB}
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 2,
+    }
+    return transformers.JetMoeForCausalLM(transformers.JetMoeConfig(**sizes))
+
+
 @pytest.mark.parametrize(
     ("make", "how", "fact"),
     [
+        (jetmoe, {"router_aux_loss_coef": 0.1}, "router_aux_loss_coef: a JetMoeForCausalLM weights"),
         (own, {}, "model: an Own has another loss"),
         (weighed, {}, "model: a GPT2LMHeadModel has another loss"),
         (mixtral, {"gradient_accumulation_steps": 2}, "gradient_accumulation_steps: the balance of experts"),
