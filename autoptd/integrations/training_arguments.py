@@ -18,6 +18,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autoptd.errors import PlanError
+from autoptd.integrations.around_loops import raise_all
 
 try:
     from transformers import TrainingArguments
@@ -152,14 +153,6 @@ def check_parts(parts: dict[str, Any]) -> None:
     raise_all(
         "Trainer", [(name, *known[name]) for name in known if parts.get(name) not in (None, (None, None))]
     )
-
-
-def raise_all(site: str, found: list[tuple[str, str, str]]) -> None:
-    """Raise one PlanError for all that was found: names, facts and remedies."""
-    if found:
-        facts = "; ".join(f"{name}: {fact}" for name, fact, _ in found)
-        remedies = "; ".join(dict.fromkeys(f"{name}: {remedy}" for name, _, remedy in found))
-        raise PlanError(site, facts, remedies)
 
 
 def _default(field: dataclasses.Field[Any]) -> Any:

@@ -16,11 +16,9 @@ callbacks get as `model` in training; `trainer.model` has the weights from befor
 from __future__ import annotations
 
 import inspect
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from functools import partial
-from itertools import chain, islice
+from itertools import islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -29,16 +27,15 @@ import torch
 from autoptd.api import ParallelModel, parallelize
 from autoptd.errors import PlanError, RuntimeFault, a_type
 from autoptd.integrations.accumulated import merged, rows_in, widths_of, with_rows
+from autoptd.integrations.around_loops import fetch_weights, kept_random_state, raise_all
 from autoptd.integrations.predictions import Predictions, alone_or_all
 from autoptd.integrations.training_arguments import (
     PRECISION,
     check_arguments,
     check_parts,
     check_processes,
-    raise_all,
 )
 from autoptd.options import flat, make_options
-from autoptd.runtime.checkpoint.extra import random_state, set_random_state
 from autoptd.runtime.checks.inputs import batch_is_due
 from autoptd.runtime.params.fingerprint import fingerprint_of_values
 from autoptd.runtime.params.optimizer import NamedOptimizer
@@ -392,21 +389,7 @@ class Trainer(transformers.Trainer):
 
     def _fetch(self) -> None:
         """Write the weights of the ranks into the model of every process. Collective."""
-        weights, pm = self.ranks.state_dict(), self.ranks
-        named = chain(
-            self.model.named_parameters(remove_duplicate=False),
-            self.model.named_buffers(remove_duplicate=False),
-        )
-        own = dict(named)
-        if any(x.is_meta for x in own.values()):
-            warnings.warn("trainer.model is on meta, and stays without weights", stacklevel=2)
-            return
-        for name in pm.run.names:
-            value = weights.get(name, own[name]).detach().to(self.args.device)
-            if self.args.world_size > 1:
-                torch.distributed.broadcast(value, src=0)
-            with torch.no_grad():
-                own[name].copy_(value)
+        fetch_weights(self.ranks, self.model, "trainer.model", self.args.device)
         self._synced = self._stamp()
 
     def _stamp(self) -> str:
@@ -524,13 +507,3 @@ def first_batches(loader: Any, count: int) -> list[Mapping[str, Any]]:
         for numbers in islice(loader.batch_sampler, count):
             groups.append([dataset[number] for number in numbers])
     return [loader.collate_fn(group) for group in groups if group]
-
-
-@contextmanager
-def kept_random_state(state: Callable[..., Any] = random_state) -> Iterator[None]:
-    """Restore the random states of torch, Python and NumPy after a `with` block."""
-    before = state(torch.device("cpu"))
-    try:
-        yield
-    finally:
-        set_random_state(before, torch.device("cpu"))

@@ -23,6 +23,7 @@ import types
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import _lru_cache_wrapper, partial
 from typing import Any, NamedTuple
@@ -351,7 +352,11 @@ class Snapshot:
         if isinstance(value, (Stamp, *PLAIN)) or id(value) in self._seen:
             return
         self._seen[id(value)] = value
-        if isinstance(value, nn.Module):
+        if type(value) in weakref.ProxyTypes:
+            # It has the class of its object; an object that is gone has no methods.
+            with suppress(ReferenceError):
+                self._waiting.append((path, value.__init__.__self__))
+        elif isinstance(value, nn.Module):
             self._take(path, OfModule(vars(value), weakref.ref(value)))
             self._take(path, ClassOf(value), is_leaf=True)
             for kind in DICTS:
