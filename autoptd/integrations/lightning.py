@@ -45,7 +45,7 @@ try:
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-    from torch.utils._pytree import tree_leaves
+    from torch.utils._pytree import tree_leaves, tree_map
     from torchmetrics import Metric
 
     from autoptd.integrations.lightning_steps import TRAINING, as_forward, follow, found_of, log_values, rows_of
@@ -220,9 +220,9 @@ class Strategy(pl.strategies.Strategy):
     def _start(self, call: Mapping[str, Any]) -> None:
         """Start the ranks for a first batch. Collective."""
         self._is_fetched = False
-        with kept_random_state(), self._without_lists(True):
+        with kept_random_state(), self._without_lists(True), torch.enable_grad():
             self.pm = parallelize(self._view, example_inputs=call, **self.settings)
-        if self.optimizers:
+        if self.lightning_module.trainer.state.fn == TrainerFn.FITTING:
             self._make_optimizer(self.optimizers[0])
 
     @contextmanager
@@ -358,6 +358,7 @@ class Strategy(pl.strategies.Strategy):
         call, module = self._call(step, *args), self.lightning_module
         # Ranks keep what they compute for evaluations, and train later.
         with torch.inference_mode(False), torch.no_grad():
+            call = tree_map(lambda x: x.clone() if isinstance(x, torch.Tensor) else x, call)
             if self.pm is None:
                 self._start({**call, "step": TRAINING} if is_overridden(TRAINING, module) else call)
             form = (step, call["others"])
