@@ -4,8 +4,8 @@ In: a LightningModule. Out: another view of it, with the same attributes, parame
 name of a step and the batch, and returns a loss, and what an evaluation logs and returns. Only names and settings of
 `self.log` are known while a step is traced; the values are those of the ranks, which `Strategy` logs.
 
-    pm = parallelize(as_forward(module), example_inputs={"batch": batch, "step": "training_step", "others": (), "parts": 1})
-    loss, found = pm.eval_step(batch=batch, step="validation_step", others=(), parts=1, outputs=found_of)
+    pm = parallelize(as_forward(module), example_inputs={"batch": batch, "step": "training_step", "count": 1, ...})
+    loss, found = pm.eval_step(batch=batch, step="validation_step", ..., outputs=found_of)
     log_values(module, found, rows=8)
 """
 
@@ -65,7 +65,7 @@ class Steps:
         self._logged, self._rows = [], rows_of(batch)
         try:
             # The number of a batch is not known either.
-            others = [Unknown() if other is None else other for other in call["others"]]
+            others = [Unknown(), call["loader"]][: call["count"]]
             output, logged = getattr(self, step)(batch, *others), self._logged
         finally:
             self._logged = None
@@ -87,9 +87,8 @@ class Steps:
             raise PlanError(
                 site, fact, "a tensor that the step computes; other values in a hook or a callback"
             )
-        rows = how.pop("batch_size", self._rows)
-        if rows != self._rows:
-            fact = f"batch_size={rows} is not the number of rows, {self._rows}"
+        if "batch_size" in how and how["batch_size"] != self._rows:
+            fact = f"batch_size={how['batch_size']} is not the number of rows, {self._rows}"
             raise PlanError(site, fact, "leave it out: means over an epoch are weighted by rows")
         try:
             text = json.dumps([LOGGED, name, how])
@@ -121,7 +120,7 @@ def as_forward(module: pl.LightningModule) -> torch.nn.Module:
     """
     cls = type(module)
     # In the class, since what a forward writes to the module itself is undone after tracing.
-    view = object.__new__(type(cls.__name__, (Steps, cls), {"told": SimpleQueue()}))
+    view: Any = object.__new__(type(cls.__name__, (Steps, cls), {"told": SimpleQueue()}))
     vars(view)["_trainer"] = None
     follow(view, module)
     return view
@@ -175,12 +174,15 @@ def found_of(output: Mapping[str, Any], **_: Any) -> Any:
 
 
 def log_values(module: pl.LightningModule, found: Mapping[str, torch.Tensor], rows: int) -> Any:
-    """Log what an evaluation found, and return what its step would have returned."""
+    """Log what a step of ranks found in a batch with so many rows, and return what the step would have returned."""
     returned: dict[str, Any] = {}
     for text, value in found.items():
-        kind, name, *how = json.loads(text)
-        if kind == LOGGED:
-            module.log(name, value, batch_size=rows, **how[0])
-        else:
+        kind, name, *settings = json.loads(text)
+        if kind == RETURNED:
             returned[name] = value
+            continue
+        (how,) = settings
+        # A trace has the rows of a microbatch.
+        own = {"batch_size": rows} if "batch_size" in how else {}
+        module.log(name, value, **{**how, **own})
     return returned.get("", returned or None)

@@ -37,6 +37,8 @@ NO_STATE = {
 }
 # Callbacks of weak dicts, which run whenever a torch object is freed.
 CALLBACKS = {"remove", "_remove", "_commit_removals"}
+# Methods whose lines are shown: the others are those of a LightningModule.
+FORWARDS = ("forward", "training_step", "validation_step", "test_step")
 # Modules of the standard library that keep caches and logs; the others may keep the user's data.
 LIBRARY = {"logging", "warnings", "re", "typing", "inspect", "contextlib", "importlib", "linecache"}
 LIBRARY |= {"traceback", "tokenize", "dis", "ast", "types", "enum", "dataclasses", "abc", "_py_abc", "copy"}
@@ -131,7 +133,7 @@ class ForwardLines:
         frame: types.FrameType | None = sys._getframe(1)
         while frame is not None and frame.f_code is not self._root:
             file = frame.f_code.co_filename
-            if frame.f_code.co_name == "forward" and not file.startswith((TORCH, TRACE)):
+            if frame.f_code.co_name in FORWARDS and not file.startswith((TORCH, TRACE)):
                 # Not by code object: equal ones may be from different files.
                 line = file, frame.f_lineno
                 if line not in self._texts:
