@@ -96,8 +96,8 @@ class Strategy(pl.strategies.Strategy):
         # The checkpoint that was read last, and whether the ranks start from it.
         self._read, self._resumes = "", False
         self._zero_grad: Callable[[], None] = lambda: None
-        # Whether the module has the weights of the ranks.
-        self._is_fetched = True
+        # Whether the module has the weights of the ranks, and whether Lightning would try the validation first.
+        self._is_fetched, self._tries = True, False
 
     @property
     def ranks(self) -> ParallelModel:
@@ -178,8 +178,8 @@ class Strategy(pl.strategies.Strategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         check_trainer(trainer)
-        # The model is compiled for a batch of training.
-        trainer.num_sanity_val_steps = 0
+        # Before the first update instead: the model is compiled for a batch of training.
+        self._tries, trainer.num_sanity_val_steps = self._tries or trainer.num_sanity_val_steps != 0, 0
         self._resumes, self._evaluated, self._is_fetched = False, set(), True
         self._view = as_forward(trainer.lightning_module)
         if not any(isinstance(callback, FetchFirst) for callback in trainer.callbacks):
@@ -240,10 +240,30 @@ class Strategy(pl.strategies.Strategy):
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         if self.pm is None:
-            module, options = self.lightning_module, self.options
-            check_last_batch(module.trainer, options.mesh.replicas * (options.num_microbatches or 1))
-            takes_number = is_param_in_hook_signature(module.training_step, "batch_idx", min_args=2)
-            self._start(self._call(TRAINING, batch, *[batch_idx] * takes_number))
+            options = self.options
+            check_last_batch(
+                self.lightning_module.trainer, options.mesh.replicas * (options.num_microbatches or 1)
+            )
+            self._start(self._training_call(batch))
+            self._try_validation()
+
+    def _training_call(self, batch: Any) -> dict[str, Any]:
+        step = self.lightning_module.training_step
+        return self._call(TRAINING, batch, *[0] * is_param_in_hook_signature(step, "batch_idx", min_args=2))
+
+    def _try_validation(self) -> None:
+        """Evaluate a first batch, so that an error of it comes before training. Collective."""
+        module = self.lightning_module
+        loop = module.trainer.fit_loop.epoch_loop.val_loop
+        loaders = loop._combined_loader if self._tries and module.trainer.enable_validation else None
+        with kept_random_state():
+            read = None if loaders is None else next(iter(loaders), None)
+        if read is not None:
+            batch, number, loader = read
+            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), loader)
+            batch = self.batch_to_device(batch, dataloader_idx=loader)
+            place = loop._build_kwargs(batch, number, loader if len(loaders.flattened) > 1 else None)
+            self._found("validation_step", *loop._build_step_args_from_hook_kwargs(place, "validation_step"))
 
     def training_step(self, *args: Any, **_: Any) -> torch.Tensor:
         """Run a batch forward and backward, and log what the module does; return the loss, without a graph."""
@@ -296,18 +316,22 @@ class Strategy(pl.strategies.Strategy):
 
     def _evaluate(self, step: str, *args: Any) -> Any:
         """Log what a step logs of a batch, and return what it returns."""
+        return log_values(self.lightning_module, self._found(step, *args), rows_of(args[0]))
+
+    def _found(self, step: str, *args: Any) -> dict[str, torch.Tensor]:
+        """Return what a step logs and returns of a batch, under the settings of that. Collective."""
         call, module = self._call(step, *args), self.lightning_module
-        form, rows = (step, call["loader"]), rows_of(call["batch"])
-        # Programs are compiled in the modes of training.
+        form = (step, call["loader"])
+        # Programs are compiled as for training.
         with torch.inference_mode(False), torch.no_grad():
             call = tree_map(trainable, call)
             if self.pm is None:
-                self._start({**call, "step": TRAINING} if is_overridden(TRAINING, module) else call)
+                self._start(self._training_call(call["batch"]) if is_overridden(TRAINING, module) else call)
             local = self.ranks.local_batch(**call)
             with nullcontext() if form in self._evaluated else self._without_lists():
                 _, found = self.ranks.eval_step(**local, outputs=found_of, everywhere=True)
         self._evaluated.add(form)
-        return log_values(module, {how: x.to(self.root_device) for how, x in found.items()}, rows)
+        return {how: x.to(self.root_device) for how, x in found.items()}
 
     # checkpoints
 
@@ -320,8 +344,8 @@ class Strategy(pl.strategies.Strategy):
         return {"param_groups": [{**group, "params": []} for group in optimizer.param_groups]}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        # One with the weights alone has no states.
-        if "optimizer_states" in checkpoint:
+        # One with the weights alone has no states; before the first batch, nor have the ranks.
+        if "optimizer_states" in checkpoint and self.pm is not None:
             self.ranks.save(folder_of(filepath), self._optimizer)
         super().save_checkpoint(checkpoint, filepath, storage_options)
 

@@ -14,6 +14,8 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Any, NoReturn
 
@@ -45,12 +47,21 @@ def of_the_loop(name: str) -> Any:
     return property(read)
 
 
+@dataclass
+class Logs:
+    """What a step logs of a batch with so many rows: names, values and settings."""
+
+    rows: int
+    found: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
+
+
 class Steps:
     """Mixin, placed before the class of a LightningModule."""
 
-    # Of the step that runs now: the names, values and settings of `self.log`.
-    _logged: list[tuple[str, torch.Tensor, str]] | None = None
-    _rows = 0
+    # Where steps put what they log, and what the one that runs now logs: in the class, and not in containers, since
+    # a trace undoes what a forward writes to the module.
+    told: SimpleQueue[list[str]]
+    running: ContextVar[Logs | None]
     trainer, current_epoch, global_step = map(of_the_loop, OF_THE_LOOP)
 
     @property
@@ -59,25 +70,25 @@ class Steps:
         return next(self.parameters()).device  # type: ignore[attr-defined]
 
     def forward(self, *args: Any, **call: Any) -> Any:
-        if self._logged is not None:
+        if self.running.get() is not None:
             return super().forward(*args, **call)  # type: ignore[misc]
         step, batch = call["step"], call["batch"]
-        self._logged, self._rows = [], rows_of(batch)
+        logs = Logs(rows_of(batch))
+        token = self.running.set(logs)
         try:
-            # The number of a batch is not known either.
-            others = [Unknown(), call["loader"]][: call["count"]]
-            output, logged = getattr(self, step)(batch, *others), self._logged
+            output = getattr(self, step)(batch, *[Unknown(), call["loader"]][: call["count"]])
         finally:
-            self._logged = None
+            self.running.reset(token)
         if step != TRAINING:
-            return evaluated(step, output, logged)
+            return evaluated(step, output, logs)
         loss = loss_of(output)
-        self.told.put([how for name, value, how in logged if is_loss(name, value, loss)])  # type: ignore[attr-defined]
+        self.told.put([how for name, value, how in logs.found if is_loss(name, value, loss)])
         return loss / call["parts"]
 
     def log(self, name: str, value: Any, *args: Any, **keywords: Any) -> None:
         """Note what is logged, under which settings; PlanError for what cannot be had from ranks."""
-        site = f"self.log({name!r})"
+        site, logs = f"self.log({name!r})", self.running.get()
+        assert logs is not None
         bound = inspect.signature(pl.LightningModule.log).bind(self, name, value, *args, **keywords).arguments
         how = {
             key: one for key, one in bound.items() if key not in ("self", "name", "value") and one is not None
@@ -87,15 +98,17 @@ class Steps:
             raise PlanError(
                 site, fact, "a tensor that the step computes; other values in a hook or a callback"
             )
-        if "batch_size" in how and how["batch_size"] != self._rows:
-            fact = f"batch_size={how['batch_size']} is not the number of rows, {self._rows}"
-            raise PlanError(site, fact, "leave it out: means over an epoch are weighted by rows")
+        if "batch_size" in how:
+            # A trace has fewer rows than a batch.
+            rows, how["batch_size"] = how["batch_size"], True
+            if rows != logs.rows:
+                fact = f"batch_size={rows} is not the number of rows, {logs.rows}"
+                raise PlanError(site, fact, "leave it out: means over an epoch are weighted by rows")
         try:
             text = json.dumps([LOGGED, name, how])
         except TypeError as error:
             raise PlanError(site, f"a setting is not a plain value ({error})", "reduce_fx='mean'") from error
-        assert self._logged is not None
-        self._logged.append((name, value, text))
+        logs.found.append((name, value, text))
 
 
 class Unknown:
@@ -119,8 +132,8 @@ def as_forward(module: pl.LightningModule) -> torch.nn.Module:
     `told` gets, each time that the training step is traced, what it logs: the settings of each `self.log`.
     """
     cls = type(module)
-    # In the class, since what a forward writes to the module itself is undone after tracing.
-    view: Any = object.__new__(type(cls.__name__, (Steps, cls), {"told": SimpleQueue()}))
+    parts = {"told": SimpleQueue(), "running": ContextVar("running", default=None)}
+    view: Any = object.__new__(type(cls.__name__, (Steps, cls), parts))
     vars(view)["_trainer"] = None
     follow(view, module)
     return view
@@ -155,17 +168,18 @@ def is_loss(name: str, value: torch.Tensor, loss: torch.Tensor) -> bool:
     raise PlanError(f"{TRAINING}: self.log({name!r})", fact, "log it in validation_step")
 
 
-def evaluated(step: str, output: Any, logged: list[tuple[str, torch.Tensor, str]]) -> dict[str, Any]:
+def evaluated(step: str, output: Any, logs: Logs) -> dict[str, Any]:
     """Return what an evaluation gives, with a number among it as the loss; PlanError where there is none."""
     returned = output if isinstance(output, Mapping) else {"": output}
     found = {json.dumps([RETURNED, name]): x for name, x in returned.items() if x is not None}
-    found |= {how: value for _, value, how in logged}
-    if others := [name for name, x in found.items() if not isinstance(x, torch.Tensor)]:
-        raise PlanError(step, f"returns {a_type(found[others[0]])}", "a tensor, or a dict of tensors")
-    numbers = [x for x in found.values() if x.numel() == 1 and x.is_floating_point()]
+    found |= {how: value for _, value, how in logs.found}
+    if others := [x for x in found.values() if not isinstance(x, torch.Tensor)]:
+        raise PlanError(step, f"returns {a_type(others[0])}", "a tensor, or a dict of tensors")
+    numbers = [x for x in found.values() if x.numel() == 1]
     if not numbers:
         raise PlanError(step, "neither logs nor returns a number", "self.log('val_loss', loss)")
-    return {"loss": numbers[0], "found": found}
+    loss = next((x for x in numbers if x.is_floating_point()), numbers[0].float())
+    return {"loss": loss, "found": found}
 
 
 def found_of(output: Mapping[str, Any], **_: Any) -> Any:
@@ -182,7 +196,6 @@ def log_values(module: pl.LightningModule, found: Mapping[str, torch.Tensor], ro
             returned[name] = value
             continue
         (how,) = settings
-        # A trace has the rows of a microbatch.
         own = {"batch_size": rows} if "batch_size" in how else {}
         module.log(name, value, **{**how, **own})
     return returned.get("", returned or None)
