@@ -175,11 +175,11 @@ def evaluated(step: str, output: Any, logs: Logs) -> dict[str, Any]:
     found |= {how: value for _, value, how in logs.found}
     if others := [x for x in found.values() if not isinstance(x, torch.Tensor)]:
         raise PlanError(step, f"returns {a_type(others[0])}", "a tensor, or a dict of tensors")
-    numbers = [x for x in found.values() if x.numel() == 1]
+    numbers = [x for x in found.values() if x.numel() == 1 and x.is_floating_point()]
     if not numbers:
-        raise PlanError(step, "neither logs nor returns a number", "self.log('val_loss', loss)")
-    loss = next((x for x in numbers if x.is_floating_point()), numbers[0].float())
-    return {"loss": loss, "found": found}
+        fact = "neither logs nor returns a floating-point number of the batch, which ranks run up to"
+        raise PlanError(step, fact, "self.log('val_loss', loss), among others")
+    return {"loss": numbers[0], "found": found}
 
 
 def found_of(output: Mapping[str, Any], **_: Any) -> Any:

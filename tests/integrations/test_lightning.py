@@ -203,8 +203,9 @@ class Several(Small):
         self.log(f"of_{dataloader_idx}", self.loss_of(batch))
 
     def test_step(self, batch: Any) -> Any:
-        right = (self(batch[0]).argmax(-1) == batch[1]).sum()
-        self.log("right", right, reduce_fx="sum")
+        logits, targets = self(batch[0]), batch[1]
+        self.log("right", (logits.argmax(-1) == targets).sum(), reduce_fx="sum")
+        self.log("loss", nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten()))
 
 
 @pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, pytest.param({"p": 2}, marks=SLOW)], ids=str)
