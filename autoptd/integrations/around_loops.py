@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 
-from autoptd.api import ParallelModel
 from autoptd.errors import PlanError
 from autoptd.runtime.checkpoint.extra import random_state, set_random_state
 
@@ -39,10 +38,10 @@ def kept_random_state(state: Callable[..., Any] = random_state) -> Iterator[None
         set_random_state(before, torch.device("cpu"))
 
 
-def fetch_weights(pm: ParallelModel, model: torch.nn.Module, what: str, device: torch.device) -> None:
+def fetch_weights(pm: Any, model: torch.nn.Module, what: str, device: torch.device) -> None:
     """Write the weights of the ranks into the model of every process, which messages call `what`. Collective.
 
-    `device` is where processes exchange tensors.
+    `pm` is a `ParallelModel`, `device` where processes exchange tensors.
     """
     weights = pm.state_dict()
     named = chain(model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False))

@@ -9,7 +9,7 @@ process with the same loaders.
     trainer.fit(module, loader)
 
 Every process reads whole batches, as one process would; its ranks compute their rows of them. The steps of the module
-are traced as they are, and compiled for their first batch. `strategy.ranks` is the running model; the module has the
+are traced, and compiled for their first batch. `strategy.ranks` is the running model; the module has the
 weights from before training until that ends.
 """
 
@@ -35,16 +35,17 @@ from autoptd.options import flat, make_options
 from autoptd.runtime.checks.inputs import batch_is_due
 from autoptd.runtime.params.fingerprint import fingerprint_of_values
 from autoptd.runtime.step.launch import is_launched
+from autoptd.runtime.step.microbatches import flatten
 from autoptd.runtime.world.rendezvous import init_default_group, join_launch, store_of_group
 
 try:
     import lightning.pytorch as pl
+    from lightning.fabric.utilities.apply_func import apply_to_collection
     from lightning.fabric.utilities.data import _auto_add_worker_init_fn
     from lightning.pytorch.plugins import Precision
     from lightning.pytorch.trainer.states import TrainerFn
     from lightning.pytorch.utilities.model_helpers import is_overridden
     from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-    from torch.utils._pytree import tree_leaves, tree_map
 
     from autoptd.integrations.lightning_checks import check_last_batch, check_trainer
     from autoptd.integrations.lightning_optimizer import become, optimizer_of_ranks
@@ -89,7 +90,7 @@ class Strategy(pl.strategies.Strategy):
         # The norm of the gradients of the last update, with gradient_clip_val=; inf does not clip.
         self.grad_norm: torch.Tensor | None = None
         self.pm: ParallelModel | None = None
-        # The module as it is traced, what its training step logs, and the evaluations that were compiled.
+        # The module that is traced, what its training step logs, and the evaluations that were compiled.
         self._view: Any = None
         self._logged: list[str] = []
         self._evaluated: set[tuple[str, int]] = set()
@@ -276,8 +277,8 @@ class Strategy(pl.strategies.Strategy):
             pm.sizes.check_changes(f"epoch {module.current_epoch}")
         self._check_same(batch)
         loss = pm.step(**pm.local_batch(**call)).to(self.root_device) * call["parts"]
-        while not self._view.told.empty():
-            self._logged = self._view.told.get()
+        while not self._view.noted.empty():
+            self._logged = self._view.noted.get()
         log_values(module, dict.fromkeys(self._logged, loss), rows_of(batch))
         return loss
 
@@ -286,7 +287,7 @@ class Strategy(pl.strategies.Strategy):
         step = self.ranks.clock.calls + 1
         if not self.is_process or not batch_is_due(step, self.options.ranks.check_every):
             return
-        tensors = [x.cpu() for x in tree_leaves(batch) if isinstance(x, torch.Tensor)]
+        tensors = [x.cpu() for x in flatten((), {"batch": batch})[0] if isinstance(x, torch.Tensor)]
         read: list[Any] = [None] * self.options.mesh.size
         dist.all_gather_object(read, fingerprint_of_values({str(i): x for i, x in enumerate(tensors)}))
         if different := [rank for rank, other in enumerate(read) if other != read[0]]:
@@ -324,7 +325,7 @@ class Strategy(pl.strategies.Strategy):
         form = (step, call["loader"])
         # Programs are compiled as for training.
         with torch.inference_mode(False), torch.no_grad():
-            call = tree_map(trainable, call)
+            call = apply_to_collection(call, torch.Tensor, trainable)
             if self.pm is None:
                 self._start(self._training_call(call["batch"]) if is_overridden(TRAINING, module) else call)
             local = self.ranks.local_batch(**call)
@@ -400,9 +401,9 @@ class RankPrecision(Precision):
         self.strategy.ranks.clip_grad_value_(clip_val)
 
 
-def trainable(leaf: Any) -> Any:
+def trainable(x: torch.Tensor) -> torch.Tensor:
     """Return a tensor that autograd can use: those of trainer.validate are made in inference mode."""
-    return leaf.clone() if isinstance(leaf, torch.Tensor) and leaf.is_inference() else leaf
+    return x.clone() if x.is_inference() else x
 
 
 def folder_of(checkpoint: Any) -> Path:

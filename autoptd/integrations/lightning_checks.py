@@ -79,7 +79,7 @@ def _of_trainer(trainer: pl.Trainer) -> Iterator[tuple[str, str, str]]:
 
 
 def check_last_batch(trainer: pl.Trainer, pieces: int) -> None:
-    """Raise PlanError if an epoch ends with a batch whose rows cannot be divided into so many pieces."""
+    """Raise PlanError if an epoch ends with a batch whose rows cannot be divided into this number of pieces."""
     loader = trainer.train_dataloader
     sampler = getattr(loader, "batch_sampler", None)
     if type(sampler) is not torch.utils.data.BatchSampler or trainer.num_training_batches < len(loader):

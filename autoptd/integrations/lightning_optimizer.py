@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autoptd.api import ParallelModel
 from autoptd.errors import PlanError, a_type
 
 SITE = "configure_optimizers"
@@ -23,9 +22,7 @@ SITE = "configure_optimizers"
 HOW = ("foreach", "fused", "capturable", "differentiable")
 
 
-def optimizer_of_ranks(
-    pm: ParallelModel, module: nn.Module, given: torch.optim.Optimizer
-) -> torch.optim.Optimizer:
+def optimizer_of_ranks(pm: Any, module: nn.Module, given: torch.optim.Optimizer) -> torch.optim.Optimizer:
     """Return an optimizer of the ranks with the class and the groups of `given`; PlanError for what they cannot have.
 
     Collective.

@@ -21,9 +21,9 @@ from typing import Any, NoReturn
 
 import lightning.pytorch as pl
 import torch
-from torch.utils._pytree import tree_leaves
 
 from autoptd.errors import PlanError, a_type
+from autoptd.runtime.step.microbatches import flatten
 
 TRAINING = "training_step"
 # What a step knows of its place in the run, which a program that was compiled once does not.
@@ -49,7 +49,7 @@ def of_the_loop(name: str) -> Any:
 
 @dataclass
 class Logs:
-    """What a step logs of a batch with so many rows: names, values and settings."""
+    """What a step logs of a batch: names, values and settings."""
 
     rows: int
     found: list[tuple[str, torch.Tensor, str]] = field(default_factory=list)
@@ -60,7 +60,7 @@ class Steps:
 
     # Where steps put what they log, and what the one that runs now logs: in the class, and not in containers, since
     # a trace undoes what a forward writes to the module.
-    told: SimpleQueue[list[str]]
+    noted: SimpleQueue[list[str]]
     running: ContextVar[Logs | None]
     trainer, current_epoch, global_step = map(of_the_loop, OF_THE_LOOP)
 
@@ -82,11 +82,11 @@ class Steps:
         if step != TRAINING:
             return evaluated(step, output, logs)
         loss = loss_of(output)
-        self.told.put([how for name, value, how in logs.found if is_loss(name, value, loss)])
+        self.noted.put([how for name, value, how in logs.found if is_loss(name, value, loss)])
         return loss / call["parts"]
 
     def log(self, name: str, value: Any, *args: Any, **keywords: Any) -> None:
-        """Note what is logged, under which settings; PlanError for what cannot be had from ranks."""
+        """Keep a value with its settings; PlanError for what ranks do not give."""
         site, logs = f"self.log({name!r})", self.running.get()
         assert logs is not None
         bound = inspect.signature(pl.LightningModule.log).bind(self, name, value, *args, **keywords).arguments
@@ -129,10 +129,10 @@ for _name in "add radd sub rsub mul mod rmod floordiv truediv eq ne lt le gt ge 
 def as_forward(module: pl.LightningModule) -> torch.nn.Module:
     """Return a view of `module` whose forward runs its steps, with its parameters, buffers and submodules.
 
-    `told` gets, each time that the training step is traced, what it logs: the settings of each `self.log`.
+    `noted` gets, each time that the training step is traced, what it logs: the settings of each `self.log`.
     """
     cls = type(module)
-    parts = {"told": SimpleQueue(), "running": ContextVar("running", default=None)}
+    parts = {"noted": SimpleQueue(), "running": ContextVar("running", default=None)}
     view: Any = object.__new__(type(cls.__name__, (Steps, cls), parts))
     vars(view)["_trainer"] = None
     follow(view, module)
@@ -146,7 +146,9 @@ def follow(view: torch.nn.Module, module: pl.LightningModule) -> None:
 
 def rows_of(batch: Any) -> int:
     """Return the number of rows of a batch: of its first tensor."""
-    return next((len(x) for x in tree_leaves(batch) if isinstance(x, torch.Tensor) and x.ndim), 0)
+    return next(
+        (len(x) for x in flatten((), {"batch": batch})[0] if isinstance(x, torch.Tensor) and x.ndim), 0
+    )
 
 
 def loss_of(output: Any) -> torch.Tensor:
@@ -188,7 +190,7 @@ def found_of(output: Mapping[str, Any], **_: Any) -> Any:
 
 
 def log_values(module: pl.LightningModule, found: Mapping[str, torch.Tensor], rows: int) -> Any:
-    """Log what a step of ranks found in a batch with so many rows, and return what the step would have returned."""
+    """Log what a step of ranks found in a batch, and return what the step would have returned."""
     returned: dict[str, Any] = {}
     for text, value in found.items():
         kind, name, *settings = json.loads(text)

@@ -34,6 +34,28 @@ MUTATIONS = (
         ("            self._follow_edits()\n            state_dict =", "            state_dict ="),
     ),
     *planted(
+        "autoptd/integrations/lightning.py",
+        "tests/integrations/test_lightning.py",
+        ('        vars(made)["zero_grad"] = lambda *_, **__: None\n', ""),
+        ('if number % call["parts"] == 0:', "if True:"),
+        ("            self._try_validation()\n", ""),
+        ('pm.sizes.check_changes(f"epoch {module.current_epoch}")', "pass"),
+        ("outputs=found_of, everywhere=True)", "outputs=found_of)"),
+        ("        loss, module = closure(), self.lightning_module\n", "        loss, module = None, self.lightning_module\n"),
+    ),
+    *planted(
+        "autoptd/integrations/lightning_optimizer.py",
+        "tests/integrations/test_lightning.py",
+        ("    vars(made).update(steps)\n", ""),
+        ("    given.__class__, given.__dict__ = type(made), vars(made)\n", ""),
+    ),
+    *planted(
+        "autoptd/integrations/lightning_steps.py",
+        "tests/integrations/test_lightning.py",
+        ('return loss / call["parts"]', "return loss"),
+        ('own = {"batch_size": rows} if "batch_size" in how else {}', "own: dict[str, Any] = {}"),
+    ),
+    *planted(
         "autoptd/passes/samples.py",
         "tests/model/test_eval_rows.py -k branch",
         ("found.append((node.op, str(node.target), *read))", "found.append((node.op, str(node.target)))"),
