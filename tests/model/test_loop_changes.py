@@ -329,6 +329,27 @@ def test_a_change_of_what_the_forward_computes_is_a_fault(form: str) -> None:
         train(pm, 1)
 
 
+class Through(nn.Module):
+    """Reads through weak proxies, which have the class of their objects."""
+
+    def __init__(self, *objects: Any) -> None:
+        super().__init__()
+        self.last, self.held = nn.Linear(4, 2), [weakref.proxy(each) for each in objects]
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        config, layer = self.held
+        return F.mse_loss(self.last(x) * config.scale * layer.in_features, y)
+
+
+def test_a_change_behind_a_weak_proxy_is_a_fault() -> None:
+    config, layer = Config(), nn.Linear(1, 1)
+    pm = running(Through(config, layer))
+    train(pm, 2)
+    config.scale = 2.0
+    with pytest.raises(RuntimeFault, match="scale"):
+        train(pm, 1)
+
+
 @pytest.mark.parametrize("form", some_of(PATCHES, MORE))
 def test_what_a_program_patches_is_a_fault(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model = Patched()
