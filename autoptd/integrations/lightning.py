@@ -22,6 +22,7 @@ from collections import UserDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from datetime import timedelta
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -248,23 +249,24 @@ class Strategy(pl.strategies.Strategy):
             self._start(self._training_call(batch))
             self._try_validation()
 
-    def _training_call(self, batch: Any) -> dict[str, Any]:
-        step = self.lightning_module.training_step
-        return self._call(TRAINING, batch, *[0] * is_param_in_hook_signature(step, "batch_idx", min_args=2))
-
     def _try_validation(self) -> None:
         """Evaluate a first batch, so that an error of it comes before training. Collective."""
         module = self.lightning_module
         loop = module.trainer.fit_loop.epoch_loop.val_loop
         loaders = loop._combined_loader if self._tries and module.trainer.enable_validation else None
+        # A loader, and what a module does to its batches, may draw numbers.
         with kept_random_state():
-            read = None if loaders is None else next(iter(loaders), None)
-        if read is not None:
-            batch, number, loader = read
-            batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), loader)
-            batch = self.batch_to_device(batch, dataloader_idx=loader)
-            place = loop._build_kwargs(batch, number, loader if len(loaders.flattened) > 1 else None)
-            self._found("validation_step", *loop._build_step_args_from_hook_kwargs(place, "validation_step"))
+            for batch, number, loader in () if loaders is None else islice(loaders, 1):
+                batch = module._on_before_batch_transfer(self.precision_plugin.convert_input(batch), loader)
+                batch = self.batch_to_device(batch, dataloader_idx=loader)
+                place = loop._build_kwargs(batch, number, loader if len(loaders.flattened) > 1 else None)
+                self._found(
+                    "validation_step", *loop._build_step_args_from_hook_kwargs(place, "validation_step")
+                )
+
+    def _training_call(self, batch: Any) -> dict[str, Any]:
+        step = self.lightning_module.training_step
+        return self._call(TRAINING, batch, *[0] * is_param_in_hook_signature(step, "batch_idx", min_args=2))
 
     def training_step(self, *args: Any, **_: Any) -> torch.Tensor:
         """Run a batch forward and backward, and log what the module does; return the loss, without a graph."""

@@ -82,7 +82,12 @@ def check_last_batch(trainer: pl.Trainer, pieces: int) -> None:
     """Raise PlanError if an epoch ends with a batch whose rows cannot be divided into this number of pieces."""
     loader = trainer.train_dataloader
     sampler = getattr(loader, "batch_sampler", None)
-    if type(sampler) is not torch.utils.data.BatchSampler or trainer.num_training_batches < len(loader):
+    is_sized = not isinstance(getattr(loader, "dataset", None), torch.utils.data.IterableDataset)
+    if (
+        not is_sized
+        or type(sampler) is not torch.utils.data.BatchSampler
+        or trainer.num_training_batches < len(loader)
+    ):
         return
     rows = 0 if sampler.drop_last else len(sampler.sampler) % sampler.batch_size  # type: ignore[arg-type]
     if rows % pieces:

@@ -339,14 +339,11 @@ def no_hook(*_: Any, **__: Any) -> None:
 
 
 def refused(make: Any, message: str, callbacks: Any = (), **keywords: Any) -> None:
-    torch.manual_seed(0)
-    module = make()
+    made: list[Any] = []
     with pytest.raises(AutoptdError, match=message):
-        trainer = trainer_of(on_ranks(**keywords.pop("mesh", {"t": 2})), callbacks, **keywords)
-        trainer.fit(module, Data(Rows(24), 8), Data(Rows(11, 2), 4))
-    # Before the first update.
-    torch.manual_seed(0)
-    assert all(torch.equal(x, y) for x, y in zip(module.parameters(), make().parameters(), strict=True))
+        made.append(trainer_of(on_ranks(**keywords.pop("mesh", {"t": 2})), callbacks, **keywords))
+        made[0].fit(make(), Data(Rows(24), 8), Data(Rows(11, 2), 4))
+    assert not made or made[0].global_step == 0
 
 
 class Manual(Small):
