@@ -73,6 +73,7 @@ def usual() -> Ended:
     ],
     ids=str,
 )
+@pytest.mark.filterwarnings("error:.*optimizer.step:UserWarning")
 def test_it_trains_as_in_one_process(mesh: dict[str, Any], usual: Ended) -> None:
     found = fitted(on_ranks(**mesh))
     assert max(differences(found, usual)) < CLOSE
@@ -316,6 +317,40 @@ def test_models(make: Any, collate: Any, close: float, mesh: dict[str, Any]) -> 
 
     found, expected = (fitted(strategy, make=make, loaders=loaders) for strategy in (on_ranks(**mesh), None))
     assert max(differences(found, expected)) < close
+
+
+class Noisy(Small):
+    """Draws numbers for all batches, keeps statistics, and logs in a hook."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(8)
+
+    def forward(self, ids: Any) -> Any:
+        x = self.blocks(self.embed(ids))
+        return self.head(self.norm(x.flatten(0, 1)).view_as(x))
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        ids, targets = batch
+        return torch.where(torch.rand(ids.shape) < 0.1, 0, ids), targets
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.log("last", self.lr_schedulers().get_last_lr()[0])
+
+
+class Endless(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+    def __iter__(self) -> Any:
+        return iter(Rows(24))
+
+
+def test_random_hooks_and_data_without_a_length() -> None:
+    def loaders() -> Any:
+        return Data(Endless(), 8), Data(Rows(11, 2), 4)
+
+    found, expected = (
+        fitted(strategy, make=Noisy, loaders=loaders) for strategy in (on_ranks(t=2, d=2), None)
+    )
+    assert max(differences(found, expected)) < CLOSE
 
 
 # what is refused

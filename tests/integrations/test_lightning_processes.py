@@ -30,6 +30,7 @@ def test_processes_train_save_and_resume(mesh: dict[str, int], tmp_path: Path) -
         for name, expected in (("first", first), ("second", second)):
             assert own[name]["metrics"] == pytest.approx(expected["metrics"], rel=1e-9)
             assert own[name]["weights"] == pytest.approx(expected["weights"], rel=1e-9, abs=1e-9)
+            assert own[name]["outputs"] == expected["outputs"]
             assert own[name]["folders"] == found[0][name]["folders"]
         assert "read another batch than rank 0" in own["said"]
     assert (Path(found[0]["first"]["folders"][1] + ".ranks")).is_dir()

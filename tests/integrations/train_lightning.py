@@ -13,12 +13,23 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
 
 from autoptd.errors import AutoptdError
 from autoptd.integrations.lightning import Strategy
 from tests.integrations.lightning_runs import Data, Rows, Small, trainer_of
+
+
+class Outputs(Callback):
+    """Adds up what the validation returns with a row per sample."""
+
+    def __init__(self) -> None:
+        self.sums: list[int] = []
+
+    def on_validation_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        if not trainer.sanity_checking:
+            self.sums.append(int(outputs["chosen"].sum()))
 
 
 def run(
@@ -29,11 +40,13 @@ def run(
     module = Small().double()
     saved = ModelCheckpoint(filename="{step}", every_n_train_steps=3, save_top_k=-1)
     on: dict[str, Any] = {"logger": CSVLogger(folder), "enable_checkpointing": True, "max_epochs": epochs}
-    trainer = trainer_of(None if mesh is None else Strategy(**mesh), [saved], gradient_clip_val=0.5, **on)
+    outputs, strategy = Outputs(), None if mesh is None else Strategy(**mesh)
+    trainer = trainer_of(strategy, [saved, outputs], gradient_clip_val=0.5, **on)
     trainer.fit(module, Data(Rows(24), 8, shuffle=True), Data(Rows(11, 2), 4), ckpt_path=ckpt_path)
     return {
         "metrics": {name: float(x) for name, x in trainer.callback_metrics.items()},
         "weights": [float(x.sum()) for x in module.state_dict().values()],
+        "outputs": outputs.sums,
         "folders": [trainer.log_dir, saved.best_model_path],
     }
 

@@ -40,8 +40,15 @@ MUTATIONS = (
         ('if number % call["parts"] == 0:', "if True:"),
         ("            self._try_validation()\n", ""),
         ('pm.sizes.check_changes(f"epoch {module.current_epoch}")', "pass"),
+        (
+            "        loss, module = closure(), self.lightning_module\n",
+            "        loss, module = None, self.lightning_module\n",
+        ),
+    ),
+    *planted(
+        "autoptd/integrations/lightning.py",
+        "tests/integrations/test_lightning_processes.py",
         ("outputs=found_of, everywhere=True)", "outputs=found_of)"),
-        ("        loss, module = closure(), self.lightning_module\n", "        loss, module = None, self.lightning_module\n"),
     ),
     *planted(
         "autoptd/integrations/lightning_optimizer.py",
