@@ -24,7 +24,6 @@ alike. So at t=2 all forms share one group, and every case is drawn several time
 from __future__ import annotations
 
 import argparse
-import inspect
 import math
 import statistics
 import sys
@@ -44,6 +43,7 @@ from autoptd.runtime.world.processes import DistributedGroup
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.lib import megatron_core, megatron_style, torch_native
+from benchmarks.lib.lines import code_lines
 from benchmarks.lib.memory import peak_bytes
 from benchmarks.lib.pairs import of_all_ranks, ratio_of, take_turns
 from benchmarks.lib.processes import spawn
@@ -247,19 +247,6 @@ def _largest(value: float) -> float:
     everyone: list[float] = [0.0] * dist.get_world_size()
     dist.all_gather_object(everyone, value)
     return max(everyone)
-
-
-def code_lines(*objects: Any) -> int:
-    """Lines of source without blanks, comments and docstrings."""
-    lines = 0
-    for one in objects:
-        inside = False
-        for line in map(str.strip, inspect.getsource(one).splitlines()):
-            quotes = line.count('"""')
-            is_code = not inside and not quotes and line and not line.startswith("#")
-            inside ^= quotes == 1
-            lines += bool(is_code)
-    return lines
 
 
 def lines_of_user_code() -> Row:

@@ -1,4 +1,4 @@
-"""Fill the tables of docs/benchmarks.md and docs/real-models.md from benchmarks/results/*.json, and those of results/gpu/.
+"""Fill the tables of docs/benchmarks.md and some other pages from benchmarks/results/*.json, and those of results/gpu/.
 
 PYTHONPATH=. python docs/make_benchmarks.py
 """
@@ -13,7 +13,7 @@ from typing import Any
 
 from benchmarks.gpu.report import machine_lines, section_parts
 
-PAGES = tuple(Path(__file__).parent / name for name in ("benchmarks.md", "real-models.md"))
+PAGES = tuple(Path(__file__).parent / name for name in ("benchmarks.md", "compare.md", "real-models.md"))
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 MARKED = re.compile(r"(<!-- table: ([\w/]+) -->\n).*?(<!-- end of table -->\n)", re.DOTALL)
 Found = dict[str, Any]
@@ -61,6 +61,32 @@ def _peers(found: Found) -> list[str]:
 def _peers_and_lines(found: Found) -> list[str]:
     lines = ", ".join(f"{who} {count}" for who, count in found["lines of user code"].items())
     return [*_peers(found), f"Lines of code beyond the model: {lines}."]
+
+
+def _compare(found: Found) -> list[str]:
+    ran, refused = [], []
+    for row in found["rows"]:
+        what = [row["model"], row["mesh"], row["who"]]
+        if "reason" in row:
+            refused.append([*what, row["reason"].replace("|", "/")])
+            continue
+        ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
+        errors = [_error(row[f"{one} error"]) for one in ("loss", "weight")]
+        size = f"{row['peak bytes'] / 1e6:.1f}"
+        ran.append([*what, row["lines"], f"{row['ms']:.0f}", *ratios, size, *errors])
+    header = ["model", "mesh", "with", "lines", "ms", "wall time / ours", "CPU time / ours", "peak MB"]
+    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
+    return [
+        _table([*header, "loss error", "weight error"], ran),
+        "Did not run, with the message:",
+        _table(["model", "mesh", "with", "message"], refused),
+        f"{versions}. The device mesh of torchtitan: {found['elsewhere']['torchtitan']}.",
+    ]
+
+
+def _error(value: float) -> str:
+    """Bold, if rounding does not explain it."""
+    return f"**{value:.0e}**" if value > 1e-5 else f"{value:.0e}"
 
 
 def _zero(found: Found) -> list[str]:
@@ -338,6 +364,7 @@ def _losses(found: Found) -> list[str]:
 TABLES: dict[str, Callable[[Found], list[str]]] = {
     "peers": _peers_and_lines,
     "peers_ceiling": _peers,
+    "compare": _compare,
     "single": _single,
     "zero": _zero,
     "context": _context,

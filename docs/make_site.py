@@ -25,7 +25,7 @@ NAVIGATION = {
         "How-to": ("howto/index",),
         "Concepts": ("architecture", "pipeline", "plan", "planner", "glossary"),
         "Reference": ("api", "cli"),
-        "Results": ("benchmarks", "real-models", "silent-errors"),
+        "Results": ("benchmarks", "compare", "real-models", "silent-errors"),
         "Project": ("decisions/index", "contributing", "changelog"),
     },
     "howto/index.md": {

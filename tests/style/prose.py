@@ -53,6 +53,7 @@ PAGES: tuple[str, ...] = (
     "docs/benchmarks.md",
     "docs/bring-your-own-model.md",
     "docs/cli.md",
+    "docs/compare.md",
     "docs/decisions",
     "docs/getting-started.md",
     "docs/glossary.md",
