@@ -22,6 +22,7 @@ the loop for one device (`lib/hf_forms.py`).
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib.metadata
 import logging
 import os
@@ -78,7 +79,12 @@ def make(name: str, size: Size, dtype: torch.dtype) -> Any:
 def measure(name: str, size: Size, case: Case, seconds: float) -> dict[str, Row]:
     """Errors, turns and peaks of all forms of a mesh, on one of its processes."""
     _be_quiet()
-    case = Case(*case)
+    found = _measured(name, size, Case(*case), seconds)
+    gc.collect()  # modules that hold a process group must go before the group does, or the process may crash at its end
+    return found
+
+
+def _measured(name: str, size: Size, case: Case, seconds: float) -> dict[str, Row]:
     ids = torch.randint(
         size["vocabulary"], (size["rows"], size["tokens"]), generator=torch.Generator().manual_seed(1)
     )
