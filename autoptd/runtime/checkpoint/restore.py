@@ -375,20 +375,7 @@ def _send(world: World, axes: tuple[str, ...], source: int, views: Sequence[torc
     packed = torch.empty(sum(sizes), dtype=torch.uint8, device=views[0].device)
     if world.rank == source:
         torch.cat([bytes_of(view) for view in views], out=packed)
-    received = _broadcast(world, axes, source, packed, f"{SITE}: copies")
+    received = world.broadcast_from(source, packed, axes, f"{SITE}: copies")
     for view, part in zip(views, received.split(sizes), strict=True) if world.rank != source else ():
         # Cloned, as an element may not begin at any byte.
         view.copy_(part.clone().view(view.dtype).view(view.shape))
-
-
-def _broadcast(world: World, axes: tuple[str, ...], source: int, x: torch.Tensor, site: str) -> torch.Tensor:
-    """Return the `x` of rank `source` on the ranks that differ from it along `axes` only, one axis after the
-    other.
-    """
-    mesh = world.mesh
-    for number, axis in enumerate(axes):
-        later = axes[number + 1 :]
-        # The line of the source first; then each of its ranks serves the line through it.
-        if all(mesh.place(world.rank, other) == mesh.place(source, other) for other in later):
-            x = world.group((axis,)).broadcast(x, mesh.place(source, axis), site)
-    return x

@@ -6,8 +6,8 @@ threads, or one). Out: an instance of the class over those local tensors, so tha
 
     {"state": {"lm_head.weight": {"step": ..., "exp_avg": <full>}}, "param_groups": [{"lr": ..., "params": ["lm_head.weight"]}]}
 
-A state dict of torch's own optimizers, which number parameters, is loaded as well. Only elementwise optimizers are allowed,
-and only those that treat shards like the full parameters (`trial.py`).
+A state dict of torch's own optimizers, which number parameters, is loaded as well. Elementwise optimizers step shards, if
+they treat these like the full parameters (`trial.py`). Others, such as Muon, step whole tensors at their homes (`whole.py`).
 
     opt = make_optimizer(torch.optim.AdamW, ranks, run, params=[{"params": ["*.weight"], "weight_decay": 0.1}], lr=3e-4)
 """
@@ -33,7 +33,14 @@ from autoptd.runtime.params.loss_scale import LossScaler
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.params.parts import dtype_of, own_piece, shard_of
 from autoptd.runtime.params.storage import alias
-from autoptd.runtime.params.trial import ELEMENTWISE, NamedGroups, ShapeTrial, check_elementwise
+from autoptd.runtime.params.trial import (
+    ELEMENTWISE,
+    NamedGroups,
+    ShapeTrial,
+    check_elementwise,
+    check_independent,
+)
+from autoptd.runtime.params.whole import Homes, is_whole
 
 Result = TypeVar("Result")
 # Runs a collective on all ranks; returns rank 0's (or this rank's) result.
@@ -49,11 +56,15 @@ CHOICES = ("fused", "foreach", "differentiable", "capturable")
 
 @dataclass(frozen=True)
 class Binding:
-    """An optimizer's link to the ranks: their parameters, a runner of collectives, and names per group."""
+    """An optimizer's link to the ranks: their parameters, a runner of collectives, and names per group.
+
+    `homes` has by rank the whole tensors that it steps; it is empty for an optimizer that steps what ranks store.
+    """
 
     ranks: tuple[RankParameters, ...]
     run: Run[Any]
     groups: tuple[tuple[str, ...], ...]
+    homes: Mapping[int, Homes]
 
 
 class NamedOptimizer(optim.Optimizer):
@@ -70,6 +81,8 @@ class NamedOptimizer(optim.Optimizer):
     # Number of completed `step` calls, and whether one is running.
     updates: int = 0
     is_stepping: bool = False
+    # Whether the step of the class runs, which may call torch's, around which hooks run again.
+    is_within: bool = False
     # The hook that must run last, and its handle.
     finish: Callable[..., None] | None = None
     finish_hook: Any = None
@@ -90,9 +103,23 @@ class NamedOptimizer(optim.Optimizer):
                 f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self
             )
 
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        self.is_within = True
+        try:
+            return super().step(*args, **kwargs)
+        finally:
+            self.is_within = False
+
     def state_dict(self) -> dict[str, Any]:
         """Return the full state on rank 0 and for ranks as threads, {} elsewhere; a collective."""
-        state = self.binding.run(lambda params: gather_state(params, self.state))
+        homes = self.binding.homes
+
+        def gather(params: RankParameters) -> State:
+            if not homes:
+                return gather_state(params, self.state)
+            return homes[params.world.rank].gather_state(self.state)
+
+        state = self.binding.run(gather)
         if not any(params.world.rank == 0 for params in self.binding.ranks):
             return {}
         scale = {} if self.loss_scale is None else {"loss_scale": self.loss_scale.state_dict()}
@@ -103,23 +130,26 @@ class NamedOptimizer(optim.Optimizer):
 
         A state dict of a torch optimizer over the unmodified model is accepted, too: see `to_names`.
         """
+        homes = self.binding.homes
         if is_numbered(state_dict):
-            state_dict = to_names(state_dict, self.binding.ranks[0].specs, self.binding.groups)
+            is_like = not is_whole(type(self))
+            state_dict = to_names(state_dict, self.binding.ranks[0].specs, self.binding.groups, is_like)
         self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
         # In torch's format groups hold indices instead of parameters.
         own = super().state_dict()["param_groups"]
         pairs = zip(state_dict["param_groups"], own, strict=True)
         groups = [{**saved, "params": numbers["params"]} for saved, numbers in pairs]
         # Ranks as threads share one optimizer: a parameter occurs once per rank that holds a part of it.
-        holders: dict[int, tuple[RankParameters, ParamSpec]] = {}
+        holders: dict[int, tuple[RankParameters | Homes, ParamSpec]] = {}
         for params in self.binding.ranks:
-            holders |= {id(x): (params, spec) for spec, x in stored_of(params)}
+            stepped = homes.get(params.world.rank, params)
+            holders |= {id(x): (stepped, spec) for spec, x in stored_of(stepped)}
         state = {}
         for group, numbers in zip(self.param_groups, own, strict=True):
             for parameter, number in zip(group["params"], numbers["params"], strict=True):
-                params, spec = holders[id(parameter)]
+                holder, spec = holders[id(parameter)]
                 if spec.name in state_dict["state"]:
-                    state[number] = local_record(params, spec, state_dict["state"][spec.name])
+                    state[number] = local_record(holder, spec, state_dict["state"][spec.name])
         super().load_state_dict({"state": state, "param_groups": groups})
         if self.loss_scale is not None and "loss_scale" in state_dict:
             self.loss_scale.load_state_dict(state_dict["loss_scale"])
@@ -182,7 +212,8 @@ def make_optimizer(
     """Return an instance of (a subclass of) `cls` over the local parameters of `ranks`; a collective.
 
     `params` is None (all), or names, globs, tensors and (name, tensor) pairs, or group dicts with such "params". Where
-    torch has a fused form of `cls`, that is the default. PlanError for a `cls` that is not elementwise.
+    torch has a fused form of `cls`, that is the default. PlanError for a `cls` that is neither elementwise nor known to
+    step whole tensors.
     """
     mine = resolve_groups(ranks, params)
     specs = ranks[0].specs
@@ -190,7 +221,11 @@ def make_optimizer(
     mesh = ranks[0].world.mesh
     sharing = {spec.sharing_axes for spec in specs}
     has_pieces = any(mesh.degree(axis) > 1 for axis in chain.from_iterable(sharing))
-    check_elementwise(cls, keywords, [options for _, options in mine], has_pieces=has_pieces)
+    options = [options for _, options in mine]
+    if is_whole(cls):
+        check_independent(cls, keywords, options)
+    else:
+        check_elementwise(cls, keywords, options, has_pieces=has_pieces)
     groups = _agree(run, [names for names, _ in mine], [spec.name for spec in specs])
     # No name matches: torch rejects an empty list too.
     if specs and not any(groups):
@@ -206,11 +241,19 @@ def make_optimizer(
         keywords["fused"] = True
     # Of the user's class by name and by `isinstance`; the methods of NamedOptimizer come first.
     named_class = type(cls.__name__, (NamedOptimizer, cls), {"__doc__": cls.__doc__})
+    homes: dict[int, Homes] = {}
+    if is_whole(cls) and len(mesh.ranks_at(0)) > 1:
+        run(lambda rank: homes.update({rank.world.rank: Homes(rank, chain.from_iterable(groups))}))
+    stepped = [homes.get(rank.world.rank, rank) for rank in ranks]
+    trial = ShapeTrial(cls, keywords, stepped, named_groups)
+    if is_whole(cls):
+        # What its constructor refuses, it refuses on all ranks.
+        trial.check_whole()
     with unguarded():
-        optimizer = named_class(_local_groups(cls, ranks, named_groups), **keywords)
+        optimizer = named_class(_local_groups(cls, stepped, named_groups), **keywords)
     if cls not in ELEMENTWISE:
-        groups = names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)
-    optimizer.binding = Binding(tuple(ranks), run, groups)
+        groups = names_in_groups(trial, optimizer, run)
+    optimizer.binding = Binding(tuple(ranks), run, groups, homes)
     optimizer.loss_scale = loss_scale
     for rank in ranks:
         rank.is_lent = True
@@ -296,7 +339,7 @@ def _some_of(names: Collection[str], most: int = 4) -> str:
 
 
 def _local_groups(
-    cls: type[optim.Optimizer], ranks: Sequence[RankParameters], groups: NamedGroups
+    cls: type[optim.Optimizer], ranks: Sequence[RankParameters | Homes], groups: NamedGroups
 ) -> list[Any]:
     """Return the optimizer's first argument: groups of local tensors, or a list of tensors without groups."""
     local: list[dict[str, Any]] = []
@@ -309,23 +352,17 @@ def _local_groups(
 
 
 def names_in_groups(
-    cls: type[optim.Optimizer],
-    keywords: Mapping[str, Any],
-    optimizer: optim.Optimizer,
-    ranks: Sequence[RankParameters],
-    run: Run[Any],
-    groups: NamedGroups,
+    trial: ShapeTrial, optimizer: optim.Optimizer, run: Run[Any]
 ) -> tuple[tuple[str, ...], ...]:
     """Return the names in each group of a user-defined class, which may have regrouped its parameters.
 
     Raise PlanError if it would treat the full parameters of the model differently; a collective.
     """
-    trial = ShapeTrial(cls, keywords, ranks, groups)
     finding = trial.finding(optimizer.param_groups)
     findings = run(lambda params: params.world.everyone().gather_objects(finding, "optimizer groups"))
     for text in filter(None, findings):
         remedy = "choose groups by p.ndim, which is the same on every mesh, or by names: pm.optimizer(params=[{...}, ...])"
-        raise PlanError(f"optimizer {cls.__name__}", text, remedy)
+        raise PlanError(f"optimizer {type(optimizer).__name__}", text, remedy)
     mine = [trial.names(group) for group in optimizer.param_groups]
     # In the order of an optimizer of the whole model, whose state dict numbers parameters.
     return _agree(run, mine, trial.order)
@@ -338,10 +375,13 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
     if len(ranks) == 1:
         # A step may have returned before the device failed. (Rank threads are stopped by their pool.)
         optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
-    if optimizer.loss_scale is not None or any(rank.is_apart for rank in ranks):
+    homes = optimizer.binding.homes
+    if optimizer.loss_scale is not None or homes or any(rank.is_apart for rank in ranks):
         optimizer.register_step_pre_hook(refuse_closure)
     for rank in ranks:
         optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
+    if homes:
+        optimizer.register_step_pre_hook(collect)  # type: ignore[arg-type]
     if optimizer.loss_scale is not None:
         skip_where_infinite(optimizer, optimizer.loss_scale, every, run)
     # torch's foreach and fused implementations accept its own tensor classes only.
@@ -356,6 +396,8 @@ def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], r
         # If a user-defined step calls torch's, the hooks run again around the inner one.
         optimizer.updates += optimizer.is_stepping
         optimizer.is_stepping = False
+        if homes and not optimizer.is_within:
+            spread(optimizer)
         clear_padding(paddings)
         if is_apart:
             publish(optimizer, run)
@@ -394,7 +436,7 @@ def skip_where_infinite(
 def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
     """Raise PlanError for `step(closure)`: gradients are handed over before the closure would be called."""
     if any(callable(arg) for arg in (*args, *kwargs.values())):
-        fact = "does not take a closure with precision= or zero=1: its gradients would come too late"
+        fact = "does not take a closure with precision=, zero=1 or whole matrices: its gradients would come too late"
         raise PlanError("optimizer.step", fact, "pm.step(...) first, then optimizer.step()")
 
 
@@ -402,6 +444,22 @@ def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
     """Publish an update to all ranks that use it, if there was one."""
     if not optimizer.step_was_skipped:
         run(RankParameters.publish)
+
+
+def collect(optimizer: NamedOptimizer, *_: Any) -> None:
+    """Bring values and gradients of whole tensors home, before an update."""
+    homes = optimizer.binding.homes
+    if not optimizer.is_within:
+        optimizer.binding.run(lambda params: homes[params.world.rank].collect())
+
+
+def spread(optimizer: NamedOptimizer) -> None:
+    """Send updated whole tensors to all ranks that store them, if there was an update."""
+    homes = optimizer.binding.homes
+    if not optimizer.step_was_skipped:
+        optimizer.binding.run(lambda params: homes[params.world.rank].spread())
+    for home in homes.values():
+        home.forget()
 
 
 def begin(optimizer: NamedOptimizer, *_: Any) -> None:
@@ -530,20 +588,23 @@ def _described(value: Any, parameter: torch.Tensor) -> Any:
     return Whole(value.dtype) if is_like_parameter else value.detach().to("cpu", copy=True)
 
 
-def local_record(params: RankParameters, spec: ParamSpec, record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return this rank's part of one parameter's state, in new tensors."""
+def local_record(
+    params: RankParameters | Homes, spec: ParamSpec, record: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return this rank's part of one parameter's state, in new tensors: at its home, that is all of it."""
     local = {}
     for key, value in record.items():
         if isinstance(value, torch.Tensor):
             # A step count is 0-d, as the moments of a 0-d parameter are.
-            if tuple(value.shape) == spec.shape and (value.dim() > 0 or key != "step"):
+            is_like = tuple(value.shape) == spec.shape and (value.dim() > 0 or key != "step")
+            if is_like and not isinstance(params, Homes):
                 value = params.piece_of(spec.name, shard_of(spec, value, params.world))
             value = value.clone(memory_format=torch.contiguous_format)
         local[key] = value
     return local
 
 
-def stored_of(params: RankParameters) -> list[tuple[ParamSpec, torch.Tensor]]:
+def stored_of(params: RankParameters | Homes) -> list[tuple[ParamSpec, torch.Tensor]]:
     return [(spec, params.stored[spec.name]) for spec in params.specs if spec.name in params.stored]
 
 
@@ -552,11 +613,12 @@ def is_numbered(state_dict: Mapping[str, Any]) -> bool:
 
 
 def to_names(
-    state_dict: Mapping[str, Any], specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]]
+    state_dict: Mapping[str, Any], specs: Sequence[ParamSpec], groups: Sequence[Sequence[str]], is_like: bool
 ) -> dict[str, Any]:
     """Return a state dict of torch's optimizers with names instead of numbers; PlanError if groups or shapes differ.
 
-    torch numbers parameters in the order of the groups, and within a group in that of the model.
+    torch numbers parameters in the order of the groups, and within a group in that of the model. With `is_like`, tensors
+    in the state of a parameter have its shape.
     """
     by_name = {spec.name: spec for spec in specs}
     saved = state_dict["param_groups"]
@@ -575,7 +637,8 @@ def to_names(
     for number, record in state_dict["state"].items():
         shape = by_name[name_of[number]].shape
         for key, value in record.items():
-            if isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != shape:
+            is_other = isinstance(value, torch.Tensor) and value.dim() and tuple(value.shape) != shape
+            if is_like and is_other:
                 text = f"{key} of parameter {number} has shape {tuple(value.shape)}, and {name_of[number]} {shape}"
                 raise PlanError(SITE, f"{fact}: {text}", remedy)
     named_groups = [{**group, "params": list(names)} for group, names in zip(saved, groups, strict=True)]

@@ -320,18 +320,17 @@ class RankParameters:
         return frozenset(spec.name for spec in own if is_first_holder(spec, self.world))
 
     def zero_gradients(self, names: Iterable[str], set_to_none: bool) -> None:
-        """Clear the gradients visible to the user of parameters with separate storage."""
+        """Clear the gradients visible to the user, of parameters with separate storage as well."""
         for name in names:
-            local = self.local.get(name)
-            if name not in self._copies or local is None:
-                continue
-            self.stored[name].grad = self._handed[name] = None
-            if local.grad is None:
+            if name in self._copies:
+                self.stored[name].grad = self._handed[name] = None
+            bearer = self._bearers.get(name)
+            if bearer is None or bearer.grad is None:
                 continue
             if set_to_none:
-                local.grad = None
+                bearer.grad = None
             else:
-                local.grad.zero_()
+                bearer.grad.zero_()
 
     @property
     def has_unused_gradients(self) -> bool:

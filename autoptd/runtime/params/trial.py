@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import chain, product
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import optim
@@ -28,7 +28,7 @@ from torch import optim
 from autoptd.compat import TorchDispatchMode, tree_leaves
 from autoptd.errors import PlanError
 from autoptd.ir.scopes import on_cpu
-from autoptd.runtime.params.parameters import RankParameters
+from autoptd.program.specs import ParamSpec
 from autoptd.runtime.params.parts import dtype_of
 from autoptd.runtime.params.storage import as_piece
 
@@ -55,6 +55,9 @@ SHAPES = ((6, 4), (4,), (2, 4, 6))
 SCALES = (1.0, 1e-3, 1e3, 1e-6)
 # Scales of the initial parameters: an optimizer may bound a step by the norm of the parameter.
 STARTS = (1.0, 1e-4)
+# For classes that take matrices only.
+MATRICES = ((6, 4), (4, 6), (4, 4))
+DEPENDS = "its update of a tensor depends on which other tensors are in the group"
 
 
 def check_elementwise(
@@ -77,13 +80,38 @@ def check_elementwise(
             f"optimizer {cls.__name__}",
             "is not known to be elementwise, so shards might be updated differently from the whole",
             f"one of {', '.join(known.__name__ for known in ELEMENTWISE)}, or a class derived from one; "
-            "or set elementwise = True on the class if it is",
+            "or set elementwise = True on the class if it is, else whole = True, with which it steps whole tensors",
         )
     own = own_methods(cls)
     if own and (reason := try_parts(cls, keywords, groups, has_pieces)):
         fact = f"derives from {base.__name__} and overrides its {own[0]}: {reason}"
         remedy = f"{base.__name__}; or set elementwise = True on the class if that is intended"
         raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
+
+
+def check_independent(
+    cls: type[optim.Optimizer], keywords: Mapping[str, Any], groups: Sequence[Options] = ({},)
+) -> None:
+    """Raise PlanError for a class of whole tensors whose update of one depends on others, as far as a trial shows."""
+    if cls.__module__.startswith("torch.optim."):
+        return
+    generator = torch.Generator("cpu").manual_seed(0)
+    first, *grads = (
+        [torch.randn(size, generator=generator, dtype=torch.float64, device="cpu") for size in MATRICES]
+        for _ in range(3)
+    )
+    try:
+        with torch.random.fork_rng(devices=[]):
+            whole = _train(cls, keywords, groups, first, grads)
+            rest = _train(cls, keywords, groups, first, grads, without_first=True)
+    except Exception:
+        # It may take other tensors only; what it promises is believed.
+        return
+    for own, expected in zip(rest, whole, strict=True):
+        if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
+            fact = f"whole = True, but {DEPENDS}, and each rank steps some of the model's tensors"
+            remedy = "an update of a tensor from its own values, gradient and state; pm.clip_grad_norm_ for a norm of all"
+            raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
 
 
 def own_methods(cls: type) -> list[str]:
@@ -146,7 +174,7 @@ def _try_from(
         rest = _train(cls, keywords, groups, first, grads, without_first=True)
         for own, expected in zip(rest, whole, strict=True):
             if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
-                return "its update of a tensor depends on which other tensors are in the group"
+                return DEPENDS
     except Exception as error:
         # A user's optimizer may raise anything.
         return f"it could not be tried ({type(error).__name__}: {error})"
@@ -251,6 +279,16 @@ class Groups(NamedTuple):
     settings: list[dict[str, Any]]
 
 
+class Stepped(Protocol):
+    """A rank, and the tensors that an optimizer steps there, by name."""
+
+    @property
+    def specs(self) -> Sequence[ParamSpec]: ...
+
+    @property
+    def stored(self) -> Mapping[str, torch.Tensor]: ...
+
+
 class ShapeTrial:
     """The trial of a user-defined class over the parameters of the ranks of this process."""
 
@@ -258,7 +296,7 @@ class ShapeTrial:
         self,
         cls: type[optim.Optimizer],
         keywords: Mapping[str, Any],
-        ranks: Sequence[RankParameters],
+        ranks: Sequence[Stepped],
         groups: NamedGroups,
     ) -> None:
         self._cls, self._keywords, self._ranks, self._groups = cls, keywords, ranks, groups
@@ -277,11 +315,8 @@ class ShapeTrial:
             return "its constructor adds parameters that are not in the model, and that ranks do not share"
         # `elementwise = True` is a promise about values; the class need not accept meta tensors.
         is_trusted = getattr(self._cls, "elementwise", False)
-        whole = []
-        for names, options in self._groups:
-            whole.append(([self._models[name] for name in names], options))
         try:
-            groups = groups_of(self._cls, self._keywords, whole)
+            groups = self._of_the_model()
         except Exception as error:
             # A user's optimizer may raise anything.
             text = f"its constructor could not be tried on the whole model ({type(error).__name__}: {error})"
@@ -292,6 +327,19 @@ class ShapeTrial:
         if is_trusted or not own_methods(self._cls):
             return ""
         return next(filter(None, map(self._differing, self._pairs())), "")
+
+    def check_whole(self) -> None:
+        """Raise PlanError if the constructor refuses the model's parameters."""
+        try:
+            self._of_the_model()
+        except Exception as error:
+            fact = f"its constructor raises {type(error).__name__} for these parameters of the model: {error}"
+            remedy = "the names of those that it takes, such as ['*.mlp.*.weight'], and another pm.optimizer for the rest"
+            raise PlanError(f"pm.optimizer({self._cls.__name__}, params)", fact, remedy) from error
+
+    def _of_the_model(self) -> Groups:
+        whole = [([self._models[name] for name in names], options) for names, options in self._groups]
+        return groups_of(self._cls, self._keywords, whole)
 
     def names(self, group: Mapping[str, Any]) -> list[str]:
         """Return the names of a group's parameters, repeated for each local rank with a part of it."""

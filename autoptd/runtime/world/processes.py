@@ -262,7 +262,15 @@ class DistributedGroup(Group):
                 work.wait()
         return mine
 
-    def all_to_all(self, parts: Sequence[Tensor], site: str) -> list[Tensor]:
+    def all_to_all(
+        self, parts: Sequence[Tensor], site: str, sizes: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        if sizes is not None:
+            sent = torch.cat([part.detach() for part in parts])
+            received = sent.new_empty(sum(sizes))
+            with self._call("all_to_all", site, sent):
+                dist.all_to_all_single(received, sent, sizes, list(map(len, parts)), group=self.handle)
+            return list(received.split(list(sizes)))
         sent = torch.stack([part.detach() for part in parts])
         received = torch.empty_like(sent)
         with self._call("all_to_all", site, sent):

@@ -35,7 +35,11 @@ class ShapeGroup(Group):
         length = equal_parts(x, dim, self.size, site)
         return x.new_empty((*x.shape[:dim], length, *x.shape[dim + 1 :]))
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], site: str, sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        if sizes is not None:
+            return [parts[0].new_empty(size) for size in sizes]
         return [torch.empty_like(parts[self.index], memory_format=torch.contiguous_format) for _ in parts]
 
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:

@@ -390,12 +390,17 @@ class ThreadGroup(Group):
     def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
         return self._scatter("reduce_scatter", x, dim, site).wait()  # type: ignore[no-any-return]
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], site: str, sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         def combine(posts: list[Any]) -> list[Any]:
             # Rank k gets the k-th part of every rank.
             return [_clones(column) for column in zip(*posts, strict=True)]
 
-        return self._meet("all_to_all", site, parts, combine)
+        if sizes is None:
+            return self._meet("all_to_all", site, parts, combine)
+        # Ranks send parts of other sizes.
+        return self._post(("all_to_all", site, None, None), list(parts), combine).wait()
 
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
         return self._meet(

@@ -155,8 +155,13 @@ class Group(ABC):
         """Return part `index` of the sum of `x` over the ranks, of equal parts along `dim` (not negative)."""
 
     @abstractmethod
-    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
-        """Send `parts[i]` to rank i of the group; return what the others sent here, in group order."""
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], site: str, sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
+        """Send `parts[i]` to rank i of the group; return what the others sent here, in group order.
+
+        Parts have equal shapes, or are flat: then `sizes` has the elements that each rank sends here.
+        """
 
     @abstractmethod
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
@@ -213,7 +218,9 @@ class SoloGroup(Group):
     def reduce_scatter(self, x: torch.Tensor, dim: int, site: str) -> torch.Tensor:
         return x
 
-    def all_to_all(self, parts: Sequence[torch.Tensor], site: str) -> list[torch.Tensor]:
+    def all_to_all(
+        self, parts: Sequence[torch.Tensor], site: str, sizes: Sequence[int] | None = None
+    ) -> list[torch.Tensor]:
         return list(parts)
 
     def broadcast(self, x: torch.Tensor, source_index: int, site: str) -> torch.Tensor:
@@ -355,6 +362,18 @@ class World(ABC):
     def leads(self, axes: Sequence[str]) -> bool:
         """Tell whether this rank is the first one along `axes`."""
         return not any(self.coordinate[axis] for axis in axes)
+
+    def broadcast_from(self, source: int, x: torch.Tensor, axes: Sequence[str], site: str) -> torch.Tensor:
+        """Return the `x` of rank `source` on the ranks that differ from it along `axes` only, one axis after the
+        other; of the others' `x` only shape and dtype are read.
+        """
+        mesh = self.mesh
+        for number, axis in enumerate(axes):
+            later = axes[number + 1 :]
+            # The line of the source first; then each of its ranks serves the line through it.
+            if all(mesh.place(self.rank, other) == mesh.place(source, other) for other in later):
+                x = self.group((axis,)).broadcast(x, mesh.place(source, axis), site)
+        return x
 
     def everyone(self) -> Hops:
         """Return all ranks, reached along one axis after the other."""
