@@ -31,7 +31,8 @@ from typing import Any, TypeVar
 import torch
 
 from autoptd.errors import PlanError, RuntimeFault
-from autoptd.model.checkpoints import Checkpoints, warn_of_others
+from autoptd.model.checkpoints import Checkpoints
+from autoptd.model.saved_optimizers import Given
 from autoptd.runtime.checkpoint.commit import (
     Lock,
     checkpoints,
@@ -71,7 +72,7 @@ class Checkpointer:
         checkpoints: Checkpoints,
         compare_copies: Callable[[], None],
         folder: str | Path,
-        optimizer: torch.optim.Optimizer | None,
+        optimizer: Given,
         *,
         every: int | str,
         mtbf: float | None,
@@ -85,7 +86,7 @@ class Checkpointer:
         self._checkpoints, self._run, self._clock = checkpoints, run, run.clock
         self._optimizer, self._compare = optimizer, compare_copies
         self._ranks = run.started("checkpointer").unrecorded
-        self._own = None if optimizer is None else checkpoints.own(optimizer, WRITER)
+        self._own = checkpoints.own(optimizer, WRITER)
         self.every, self.keep, self._extra = every, keep, dict(extra or {})
         self._lock, self._signals = Lock(self.folder), Signals(SIGNALS)
         self._staging = [Staging(rank.world.device) for rank in self._ranks.here]
@@ -115,8 +116,8 @@ class Checkpointer:
         self._signals.open()
         if not self._signals.is_open:
             self._say("signals are not taken: Python gives them to the main thread only")
-        if self._own is not None:
-            self._open.callback(self._own.register_step_pre_hook(lambda *_: self.release()).remove)
+        for made in () if self._own is None else self._own.made:
+            self._open.callback(made.register_step_pre_hook(lambda *_: self.release()).remove)
         self._open.enter_context(self._run.on_overwrite(self.release))
         return self
 
@@ -347,7 +348,7 @@ class Checkpointer:
             return
         self._told_ahead = True
         if self._own is not None:
-            warn_of_others(self._own, self._run.optimizers.values(), self._extra.values())
+            self._own.warn_of_others(self._run.optimizers.values(), self._extra.values())
         later = [path for path in checkpoints(self.folder) if step_of(path) > self._clock.steps]
         if later:
             fact = f"{self.folder} has {later[0].name}, which resume() would take, and this run saves step {self._clock.steps}"

@@ -10,20 +10,21 @@ their saved state. Calls marked *collective* are made by all ranks.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from autoptd.errors import PlanError, a_type, with_article
+from autoptd.errors import PlanError, with_article
 from autoptd.model.run import LoadResult, Run
+from autoptd.model.saved_optimizers import Given, Optimizers, as_optimizers
 from autoptd.options import settings
 from autoptd.program.about import about_program, tied_names
 from autoptd.program.program import Program
 from autoptd.runtime.checkpoint.commit import path_of
 from autoptd.runtime.checkpoint.extra import Place, check_extra, own_state, read_extra, restore_extra
-from autoptd.runtime.checkpoint.manifest import EXTRA, GROUPS, decode, encode, read_checked, without_numpy
+from autoptd.runtime.checkpoint.manifest import EXTRA, read_checked
 from autoptd.runtime.checkpoint.read import Checkpoint, open_any
 from autoptd.runtime.checkpoint.restore import (
     Restoration,
@@ -32,13 +33,10 @@ from autoptd.runtime.checkpoint.restore import (
     check_optimizer_state,
 )
 from autoptd.runtime.checkpoint.save import Contents, save_rank
-from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.step.launch import Rank, RunningRanks, check_same_source
 from autoptd.runtime.world.agree import agree, attempted
 
 SAVE, LOAD = "pm.save", "pm.load"
-# Settings of how an update is computed, not of its result: they depend on the machine, and are not restored.
-HOW = ("fused", "foreach", "capturable", "differentiable")
 
 
 class Opened(NamedTuple):
@@ -63,13 +61,13 @@ class Checkpoints:
     def save(
         self,
         folder: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a checkpoint into `folder`, which any mesh loads; return when it is complete. Collective.
 
-        It has the stored parameters, persistent buffers, the state of `optimizer`, `steps`, the loss scale,
-        random numbers, and of each object in `extra` (schedulers, loaders) its `state_dict`; no gradients.
+        It has the stored parameters, persistent buffers, the state of `optimizer` (one, or a list), `steps`, the
+        loss scale, random numbers, and of each object in `extra` (schedulers, loaders) its `state_dict`; no gradients.
         Whenever the run ends, `folder` holds the checkpoint that it had before, or this one. It is a folder
         of torch.distributed.checkpoint as well. PlanError or RuntimeFault on all ranks if one cannot write.
         """
@@ -78,9 +76,9 @@ class Checkpoints:
         first = ranks.here[0].world.rank
 
         def prepare() -> tuple[Contents, bytes]:
-            made = None if optimizer is None else self.own(optimizer, SAVE)
+            made = self.own(optimizer, SAVE)
             if made is not None:
-                warn_of_others(made, self.run.optimizers.values(), (extra or {}).values())
+                made.warn_of_others(self.run.optimizers.values(), (extra or {}).values())
             contents = self.contents(made).with_losses(self.run.clock.losses)
             return contents, own_state(extra or {}, ranks.here[0].world.device)
 
@@ -99,7 +97,7 @@ class Checkpoints:
     def load(
         self,
         folder: str | Path,
-        optimizer: torch.optim.Optimizer | None = None,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         extra: Mapping[str, Any] | None = None,
         strict: bool = True,
     ) -> LoadResult:
@@ -116,11 +114,13 @@ class Checkpoints:
         self.warn_of_gradients(LOAD, what)
         found = run.agreed(LOAD, lambda: self._opened(path_of(folder, LOAD), optimizer, extra or {}, strict))
         ranks.run(LOAD, lambda rank: check_same_source(found.checkpoint, rank.world))
-        optimizer = optimizer if found.takes_state else None
+        optimizers = self.own(optimizer, LOAD) if found.takes_state else None
+        state = None if optimizers is None else optimizers.state()
         brought = self._read_buffers(found.checkpoint, ranks)
 
         def spread(rank: Rank) -> None:
-            plan = Restoration(found.checkpoint, rank.params, None if optimizer is None else optimizer.state)
+            homes = {} if optimizers is None else optimizers.homes(rank.world.rank)
+            plan = Restoration(found.checkpoint, rank.params, state, homes)
             agree(rank.world, LOAD, plan.read)
             plan.spread()
 
@@ -128,10 +128,12 @@ class Checkpoints:
             run.clock.exchanges += 1
             ranks.run(LOAD, spread)
             ranks.run(LOAD, lambda rank: check_fingerprint(found.checkpoint, rank.params))
-            self._resume(found, optimizer, extra or {}, ranks)
+            if optimizers is not None and state is not None:
+                optimizers.set_state(state)
+            self._resume(found, optimizers, extra or {}, ranks)
         return found.names
 
-    def contents(self, optimizer: NamedOptimizer | None) -> Contents:
+    def contents(self, optimizers: Optimizers | None) -> Contents:
         """Return the description of the run, and the content besides parameters."""
         program, buffers = self.run.program, self.run.buffers
         # Once per program: a save must not wait for it.
@@ -141,24 +143,22 @@ class Checkpoints:
             }
             self._about = (program, {**about_program(program), "options": asked})
         about = {"steps": self.run.clock.steps, **self._about[1], "buffers": list(buffers.values)}
-        if optimizer is None:
+        if optimizers is None:
             return Contents(about, tied_names(program), buffers=buffers.saved())
-        about["optimizer"] = optimizer_record(optimizer)
-        objects = group_objects(optimizer)
-        return Contents(about, tied_names(program), objects, buffers.saved(), optimizer.state)
+        about["optimizer"] = optimizers.record()
+        homes = {rank.world.rank: optimizers.homes(rank.world.rank) for rank in self._here}
+        state = optimizers.state()
+        return Contents(about, tied_names(program), optimizers.objects(), buffers.saved(), state, homes)
 
-    def own(self, optimizer: torch.optim.Optimizer, site: str) -> NamedOptimizer:
-        """Return the optimizer; PlanError for one that is not of this model."""
-        if isinstance(optimizer, NamedOptimizer):
-            held = {id(params) for params in optimizer.binding.ranks}
-            if any(id(rank.params) in held for rank in self.run.started("save", even_unusable=True).here):
-                return optimizer
-        fact = f"is {a_type(optimizer)} over other tensors than those of this model"
-        raise PlanError(f"{site}(optimizer=)", fact, "an optimizer made by pm.optimizer(...)")
+    def own(self, given: Given, site: str) -> Optimizers | None:
+        """Return one or several optimizers; None for none, PlanError for one that is not of this model."""
+        return as_optimizers(given, {id(rank.params) for rank in self._here}, site)
 
-    def _opened(
-        self, folder: Path, optimizer: torch.optim.Optimizer | None, extra: Mapping[str, Any], strict: bool
-    ) -> Opened:
+    @property
+    def _here(self) -> list[Rank]:
+        return self.run.started("save", even_unusable=True).here
+
+    def _opened(self, folder: Path, optimizer: Given, extra: Mapping[str, Any], strict: bool) -> Opened:
         """Open a checkpoint and check it against the model, the optimizer, and `extra`."""
         program = self.run.program
         tied = [spec.aliases for spec in program.params if len(spec.aliases) > 1]
@@ -166,14 +166,13 @@ class Checkpoints:
         manifest = checkpoint.manifest
         names = check_model(checkpoint, program, self.run.buffers.values, strict)
         saved, takes = manifest.optimizer, False
-        if optimizer is not None:
+        if (own := self.own(optimizer, LOAD)) is not None:
             if saved is None:
                 fact = f"{checkpoint.path} has no state of an optimizer"
                 raise PlanError(LOAD, fact, "pm.load(folder) without optimizer=, to continue with a new one")
             check_optimizer_state(program, manifest)
-            own = self.own(optimizer, LOAD)
-            check_optimizer(own, saved, strict)
-            takes = takes_state(own, saved)
+            own.check(saved, strict, LOAD)
+            takes = own.takes_state(saved, LOAD)
         elif saved is not None and strict:
             fact = f"{checkpoint.path} has the state of {with_article(saved['class'])}, which would be lost"
             raise PlanError(LOAD, fact, "optimizer=pm.optimizer(...); or strict=False for the weights alone")
@@ -221,96 +220,17 @@ class Checkpoints:
     def _resume(
         self,
         found: Opened,
-        optimizer: torch.optim.Optimizer | None,
+        optimizers: Optimizers | None,
         extra: Mapping[str, Any],
         ranks: RunningRanks,
     ) -> None:
         """Restore all but tensors: optimizer settings, `steps`, losses, random numbers, `extra`."""
         manifest, clock = found.checkpoint.manifest, self.run.clock
-        if isinstance(optimizer, NamedOptimizer) and manifest.optimizer is not None:
-            set_groups(optimizer, manifest.optimizer)
+        if optimizers is not None and manifest.optimizer is not None:
+            optimizers.resume(manifest.optimizer, LOAD)
         clock.steps = int(manifest.about.get("steps", clock.steps))
         clock.losses.clear()
         clock.losses.extend(
             torch.tensor(loss, dtype=torch.float64, device="cpu") for loss in manifest.about.get("losses", ())
         )
         restore_extra(found.extra, extra, self._place(), ranks.here[0].world.device)
-
-
-def _class(optimizer: NamedOptimizer) -> str:
-    return type(optimizer).__name__
-
-
-def optimizer_record(optimizer: NamedOptimizer) -> dict[str, Any]:
-    """Return the class, groups and loss scale of an optimizer; PlanError for a setting that JSON cannot
-    restore.
-    """
-    groups = []
-    for number, group in enumerate(optimizer.named_groups()):
-        site = f"optimizer group {number}"
-        groups.append({key: encode(value, f"{site}: {key}") for key, value in group.items()})
-    scale = optimizer.loss_scale
-    return {
-        "class": _class(optimizer),
-        "groups": groups,
-        "skipped": optimizer.skipped,
-        "loss_scale": None if scale is None else scale.state_dict(),
-    }
-
-
-def group_objects(optimizer: NamedOptimizer) -> dict[str, Any]:
-    """Return the settings of the groups for other programs, by their names in torch.distributed.checkpoint."""
-    objects: dict[str, Any] = {}
-    for number, group in enumerate(optimizer.named_groups()):
-        objects |= {f"{GROUPS}{number}.{key}": without_numpy(value) for key, value in group.items()}
-    return objects
-
-
-def takes_state(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> bool:
-    """Tell whether the saved state is of the same class as the optimizer or a compatible one; otherwise warn."""
-    both = {record["class"], _class(optimizer)}
-    if None in both or len(both) == 1 or both == {"Adam", "AdamW"}:
-        return True
-    saved, ours = with_article(record["class"]), with_article(_class(optimizer))
-    text = f"the state of {saved} does not fit {ours}, whose state is left unchanged"
-    warnings.warn(f"{LOAD}: {text}", stacklevel=4)
-    return False
-
-
-def warn_of_others(optimizer: NamedOptimizer, others: Iterable[Any], extra: Collection[Any]) -> None:
-    """Warn of other optimizers, over other parameters, whose state is not saved."""
-    mine = {id(x) for group in optimizer.param_groups for x in group["params"]}
-    for other in others:
-        is_saved = other is optimizer or any(other is item for item in extra)
-        if not is_saved and any(id(x) not in mine for x in other.state):
-            text = f"the state of another {_class(other)} over other parameters is not saved"
-            warnings.warn(f"pm.save: {text}: pass it in extra=, under a name", stacklevel=3)
-
-
-def check_optimizer(optimizer: NamedOptimizer, record: Mapping[str, Any], strict: bool) -> None:
-    """Raise PlanError unless the optimizer has the saved class, and the same parameters in its groups."""
-    # Other programs do not save the class.
-    if strict and record["class"] not in (None, _class(optimizer)):
-        fact = f"has the state of {with_article(record['class'])}, not of {with_article(_class(optimizer))}"
-        remedy = f"pm.optimizer(torch.optim.{record['class']}, ...); or strict=False, which loads what fits"
-        raise PlanError(LOAD, fact, remedy)
-    optimizer.check_saved(record["groups"], LOAD)
-
-
-def set_groups(optimizer: NamedOptimizer, record: Mapping[str, Any]) -> None:
-    """Restore the learning rates and all other settings of the groups."""
-    unknown, missing = dict[str, None](), dict[str, None]()
-    for group, saved in zip(optimizer.param_groups, record["groups"], strict=True):
-        for key, value in saved.items():
-            if key != "params" and key not in HOW:
-                unknown |= {} if key in group else {key: None}
-                group[key] = decode(value)
-        missing |= dict.fromkeys(key for key in group if key not in saved and key not in HOW)
-    if unknown or missing:
-        text = [f"set {', '.join(unknown)}, which this {_class(optimizer)} did not have"] * bool(unknown)
-        text += [f"left {', '.join(missing)} unchanged: not in the checkpoint"] * bool(missing)
-        why = "there was a scheduler only then, or there is one only now; or torch has another version"
-        warnings.warn(f"{LOAD}: {' and '.join(text)}: {why}", stacklevel=2)
-    optimizer.skipped = record.get("skipped", 0)
-    if optimizer.loss_scale is not None and record.get("loss_scale"):
-        optimizer.loss_scale.load_state_dict(record["loss_scale"])

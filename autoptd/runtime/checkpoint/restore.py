@@ -34,6 +34,7 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, decode, encode, fqn, rows_of
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
+from autoptd.runtime.checkpoint.stage import NO_HOMES, Homes
 from autoptd.runtime.params.fingerprint import fingerprint_of_model
 from autoptd.runtime.params.parameters import RankParameters, owners
 from autoptd.runtime.params.parts import dtype_of
@@ -196,16 +197,28 @@ def _is_as_saved(spec: ParamSpec, manifest: Manifest) -> bool:
 
 
 class Restoration:
-    """The part of one rank in loading a checkpoint; `state` is the optimizer's, None to leave it unchanged."""
+    """The part of one rank in loading a checkpoint; `state` is the optimizer's, None to leave it unchanged.
 
-    def __init__(self, checkpoint: Checkpoint, params: RankParameters, state: OptimizerState | None) -> None:
-        self.checkpoint, self.params, self.state = checkpoint, params, state
+    `homes` has the parameters that are stepped as a whole; the state of one is read by its home alone.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        params: RankParameters,
+        state: OptimizerState | None,
+        homes: Homes = NO_HOMES,
+    ) -> None:
+        self.checkpoint, self.params, self.state, self.homes = checkpoint, params, state, homes
+        self._at_home = {name: x for name, x in homes.items() if x is not None}
         self._specs = {spec.name: spec for spec in params.specs}
         self._reader = checkpoint.reader()
         manifest = checkpoint.manifest
         self._keys: dict[str, list[str]] = {}
         self._others: dict[str, list[str]] = {}
         for spec in params.specs if state is not None else ():
+            if spec.name in homes:
+                continue
             self._keys[spec.name], self._others[spec.name] = split_keys(manifest, spec)
         # The tensors of this rank, by parameter and key.
         self._into: dict[tuple[str, str], torch.Tensor] = {}
@@ -237,7 +250,18 @@ class Restoration:
                 x = torch.empty(record.shape, dtype=dtype_of(record.dtype), device="cpu")
                 self._small[name, key] = x
                 small.append(Want(fqn(name, key), (0,) * x.dim(), x))
-        self._reader.fill([*wants, *small])
+        self._reader.fill([*wants, *small, *self._wants_at_home()])
+
+    def _wants_at_home(self) -> Iterator[Want]:
+        """Yield the state of the parameters whose home this rank is, in new tensors."""
+        manifest = self.checkpoint.manifest
+        for name, home in self._at_home.items():
+            for key in manifest.state.get(name, ()):
+                record = manifest.tensors[fqn(name, key)]
+                # As torch's optimizers load it: a step count stays on the host.
+                dtype, device = self._dtype(name, key, home), "cpu" if key == "step" else home.device
+                x = self._into[name, key] = torch.zeros(record.shape, dtype=dtype, device=device)
+                yield Want(fqn(name, key), (0,) * x.dim(), x)
 
     def spread(self) -> None:
         """Send the tensors read to the other ranks, and update parameters and optimizer; a collective."""
@@ -272,13 +296,23 @@ class Restoration:
         own = self.state.get(stored, {}).get(key)
         if isinstance(own, torch.Tensor) and own.shape == stored.shape and own.is_contiguous():
             return own
+        return torch.zeros(stored.shape, dtype=self._dtype(name, key, stored), device=stored.device)
+
+    def _beside(self, name: str, key: str, stored: torch.Tensor) -> torch.Tensor:
+        """Return a tensor of another shape than its parameter: a step count, or statistics of rows."""
+        small = self._small[name, key]
+        if not small.dim():
+            return small.clone()
+        return small.to(stored.device, self._dtype(name, key, stored), copy=True)
+
+    def _dtype(self, name: str, key: str, stored: torch.Tensor) -> torch.dtype:
         # Usually in the saved dtype, with the same bits: products of NAdam are float32 for any parameter. But
         # a state in the dtype of its parameter follows it to a wider one, as when torch's optimizers load it.
         tensors = self.checkpoint.manifest.tensors
         saved, parameter = tensors[fqn(name, key)].dtype, tensors.get(fqn(name, ""))
-        is_own = parameter is not None and parameter.dtype == saved
+        is_own = key != "step" and parameter is not None and parameter.dtype == saved
         dtype = stored.dtype if is_own else dtype_of(saved)
-        return torch.zeros(stored.shape, dtype=dtype, device=stored.device)
+        return dtype
 
     def _want(self, item: Item) -> Want:
         part = item.rectangle
@@ -325,13 +359,16 @@ class Restoration:
         """
         if self.state is None:
             return
-        for name, stored in self.params.stored.items():
+        elsewhere = self.homes.keys() - self._at_home.keys()
+        for name, stored in {**self.params.stored, **self._at_home}.items():
+            if name in elsewhere:
+                continue
             own: dict[str, Any] = {}
             for key in self.checkpoint.manifest.state.get(name, ()):
-                if key in self._keys[name]:
+                if name in self._at_home or key in self._keys[name]:
                     own[key] = self._into[name, key]
                 else:
-                    own[key] = self._small[name, key].clone()
+                    own[key] = self._beside(name, key, stored)
             values = self.checkpoint.manifest.values.get(name, {})
             own |= {key: decode(value) for key, value in values.items()}
             if own:

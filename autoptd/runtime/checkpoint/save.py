@@ -51,7 +51,7 @@ from autoptd.runtime.checkpoint.commit import (
 )
 from autoptd.runtime.checkpoint.extra import merged
 from autoptd.runtime.checkpoint.manifest import Staged, StagedTensor
-from autoptd.runtime.checkpoint.stage import Copy, OptimizerState, Staging, shown, stage, write_rank
+from autoptd.runtime.checkpoint.stage import Copy, Homes, OptimizerState, Staging, shown, stage, write_rank
 from autoptd.runtime.folders.disk import remove_file, remove_folder, write_file
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.world.agree import agree
@@ -83,6 +83,8 @@ class Contents:
     objects: Mapping[str, Any] = field(default_factory=dict)
     buffers: Mapping[str, torch.Tensor] = field(default_factory=dict)
     state: OptimizerState | None = None
+    # By rank, the parameters that optimizers step as a whole; their tensors where these are at home.
+    homes: Mapping[int, Homes] = field(default_factory=dict)
 
     def with_losses(self, losses: Iterable[torch.Tensor]) -> Contents:
         """Return the contents with the last losses; this waits for the device."""
@@ -91,7 +93,7 @@ class Contents:
 
 def stage_rank(params: RankParameters, contents: Contents, copy: Copy = shown) -> Staged:
     """Collect what a rank writes; rank 0 writes the buffers."""
-    staged = stage(params, contents.state, copy)
+    staged = stage(params, contents.state, copy, contents.homes.get(params.world.rank, {}))
     if params.world.rank == 0:
         for name, x in contents.buffers.items():
             staged.tensors.append(StagedTensor.whole(name, "", copy(x.detach())))

@@ -42,6 +42,9 @@ from autoptd.runtime.params.parameters import RankParameters
 # Turns a stored tensor into the one to be written.
 Copy = Callable[[torch.Tensor], torch.Tensor]
 OptimizerState = Mapping[torch.Tensor, Mapping[str, Any]]
+# The parameters that are stepped as a whole: the tensor, or None where its home is another rank.
+Homes = Mapping[str, torch.Tensor | None]
+NO_HOMES: Homes = {}
 _shares: WeakKeyDictionary[RankParameters, tuple[StateKeys, Shares]] = WeakKeyDictionary()
 
 
@@ -57,8 +60,13 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 @unguarded()
 @torch.no_grad()
-def stage(params: RankParameters, state: OptimizerState | None, copy: Copy = shown) -> Staged:
-    """Collect what this rank writes of the parameters and of the optimizer's `state`, if there is one."""
+def stage(
+    params: RankParameters, state: OptimizerState | None, copy: Copy = shown, homes: Homes = NO_HOMES
+) -> Staged:
+    """Collect what this rank writes of the parameters and of the optimizer's `state`, if there is one.
+
+    The state of a parameter with a home is written there.
+    """
     world = params.world
     params.wait()
     params.absorb_edits()
@@ -75,19 +83,22 @@ def stage(params: RankParameters, state: OptimizerState | None, copy: Copy = sho
     for name, first in shares.first.items():
         if first == world.rank:
             _stage_others(staged, name, params.stored[name], held[name], copy)
+    for name, whole in homes.items():
+        if whole is not None:
+            _stage_others(staged, name, None, (state or {}).get(whole, {}), copy)
     return staged
 
 
 def _stage_others(
-    staged: Staged, name: str, stored: torch.Tensor, state: Mapping[str, Any], copy: Copy
+    staged: Staged, name: str, stored: torch.Tensor | None, state: Mapping[str, Any], copy: Copy
 ) -> None:
-    """Add the entries of a parameter's optimizer state that do not have its shape: step counts, numbers."""
+    """Add the entries of a parameter's optimizer state that do not have the shape of `stored`: step counts, numbers."""
     for key, value in sorted(state.items()):
         if not isinstance(value, torch.Tensor):
             site = f"optimizer state {key!r} of {name}"
             staged.values.setdefault(name, {})[key] = encode(value, site)
-        elif not is_like(key, value, stored):
-            # Equal on all ranks, as all steps are.
+        elif stored is None or not is_like(key, value, stored):
+            # Equal on all ranks, as all steps are, or of this one alone.
             staged.tensors.append(StagedTensor.whole(name, key, copy(value.detach())))
 
 

@@ -14,6 +14,7 @@ import torch
 
 from autoptd.program.state_memory import StateMemory
 from autoptd.runtime.params.gradients import Gradients
+from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.params.parameters import RankParameters
 
 
@@ -30,6 +31,11 @@ def count_memory(
             moments += [
                 value for value in state if isinstance(value, torch.Tensor) and value.shape == x.shape
             ]
+        # What is stepped as a whole is here as well, besides its pieces.
+        homes = optimizer.binding.homes if isinstance(optimizer, NamedOptimizer) else {}
+        if (home := homes.get(params.world.rank)) is not None:
+            for x in home.stored.values():
+                moments += [x, *filter(torch.is_tensor, optimizer.state.get(x, {}).values())]
     return StateMemory(
         parameters=sum(used.values()),
         gradients=0 if gradients is None else gradients.held_bytes,

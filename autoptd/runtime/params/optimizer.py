@@ -134,7 +134,7 @@ class NamedOptimizer(optim.Optimizer):
         if is_numbered(state_dict):
             is_like = not is_whole(type(self))
             state_dict = to_names(state_dict, self.binding.ranks[0].specs, self.binding.groups, is_like)
-        self.check_saved(state_dict["param_groups"], "optimizer.load_state_dict")
+        check_groups(state_dict["param_groups"], self.binding.groups, SITE)
         # In torch's format groups hold indices instead of parameters.
         own = super().state_dict()["param_groups"]
         pairs = zip(state_dict["param_groups"], own, strict=True)
@@ -179,26 +179,27 @@ class NamedOptimizer(optim.Optimizer):
                 params.zero_gradients(chain.from_iterable(self.binding.groups), set_to_none)
                 params.is_update_due = False
 
-    def check_saved(self, groups: Sequence[Mapping[str, Any]], site: str) -> None:
-        """Raise PlanError unless the saved groups hold the same parameters as this optimizer's groups."""
-        saved = [list(group["params"]) for group in groups]
-        remedy = "create the optimizer with the saved groups"
-        if len(saved) != len(self.binding.groups):
-            fact = f"{len(saved)} groups were saved, this optimizer has {len(self.binding.groups)}"
-            raise PlanError(site, fact, remedy)
-        findings = []
-        for i, (names, own) in enumerate(zip(saved, self.binding.groups, strict=True)):
-            if unknown := set(names) - set(own):
-                findings.append(f"group {i} was saved with {_some_of(unknown)}")
-            if missing := set(own) - set(names):
-                findings.append(f"group {i} lacks {_some_of(missing)}")
-        if findings:
-            raise PlanError(site, f"{'; '.join(findings)}, unlike this optimizer's", remedy)
-
     def named_groups(self) -> list[dict[str, Any]]:
         """Return the groups with the names of their parameters."""
         pairs = zip(self.param_groups, self.binding.groups, strict=True)
         return [{**group, "params": list(names)} for group, names in pairs]
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], own_groups: Sequence[Sequence[str]], site: str) -> None:
+    """Raise PlanError unless the saved groups hold the same parameters as an optimizer's own."""
+    saved = [list(group["params"]) for group in groups]
+    remedy = "create the optimizer with the saved groups"
+    if len(saved) != len(own_groups):
+        fact = f"{len(saved)} groups were saved, this optimizer has {len(own_groups)}"
+        raise PlanError(site, fact, remedy)
+    findings = []
+    for i, (names, own) in enumerate(zip(saved, own_groups, strict=True)):
+        if unknown := set(names) - set(own):
+            findings.append(f"group {i} was saved with {_some_of(unknown)}")
+        if missing := set(own) - set(names):
+            findings.append(f"group {i} lacks {_some_of(missing)}")
+    if findings:
+        raise PlanError(site, f"{'; '.join(findings)}, unlike this optimizer's", remedy)
 
 
 def make_optimizer(

@@ -189,10 +189,10 @@ class Homes:
             home = homes[spec.name]
             for holders, parts in stored_by_groups(spec, mesh, ranks, places, groups):
                 # The copy that has the shortest way.
-                source = min(
-                    holders,
-                    key=lambda rank, home=home: sum(mesh.place(rank, a) != mesh.place(home, a) for a in mesh.axes),
-                )
+                apart = [
+                    sum(mesh.place(rank, a) != mesh.place(home, a) for a in mesh.axes) for rank in holders
+                ]
+                source = holders[apart.index(min(apart))]
                 legs += [Leg(spec, home, source, holders, part) for part in parts]
         return legs
 
@@ -248,7 +248,9 @@ class Homes:
         for home, legs in self._held.items():
             start = 0
             for leg in legs:
-                view_of(alias(self.params.stored[leg.spec.name]), leg.part).copy_(leg.read(received[home], start))
+                view_of(alias(self.params.stored[leg.spec.name]), leg.part).copy_(
+                    leg.read(received[home], start)
+                )
                 start += leg.nbytes
         self._spread_tied()
 
