@@ -71,7 +71,7 @@ def saves(steps: tuple[int, ...]) -> list[Saved]:
     found = []
     for count in steps:
         train(pm, optimizer, count - pm.steps)
-        contents = pm.checkpoints.contents(optimizer)
+        contents = pm.checkpoints.contents(pm.checkpoints.own(optimizer, "pm.save"))
         shares = [stage_rank(rank.params, contents, copied) for rank in pm.run.ranks.here]
         found.append(Saved(shares, contents, merged([own_state({}, torch.device("cpu"))], [0])))
     pm.close()
