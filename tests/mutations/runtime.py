@@ -186,21 +186,21 @@ MUTATIONS = (
     *planted(
         "autoptd/runtime/params/optimizer.py",
         "tests/runtime/checks/test_settings.py",
-        ("optimizer.updates += optimizer.is_stepping", "optimizer.updates += 1"),
+        ("if not optimizer.is_within:", "if True:"),
     ),
     *planted(
         "autoptd/runtime/params/optimizer.py",
         "tests/runtime/params/test_own_optimizers.py",
         (
-            "        groups = names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)\n",
-            "        names_in_groups(cls, keywords, optimizer, ranks, run, named_groups)\n",
+            "        groups = names_in_groups(trial, optimizer, run)\n",
+            "        names_in_groups(trial, optimizer, run)\n",
         ),
         ("for text in filter(None, findings):", "for text in ():"),
     ),
     *planted(
         "autoptd/runtime/params/optimizer.py",
         "tests/runtime/params/test_own_optimizers.py -k counts_once",
-        ("        if hidden and all(x.grad is None for x, _ in hidden):\n            return\n", ""),
+        ('own.__wrapped__ if getattr(own, "hooked", False) else own', "own"),
     ),
     *planted(
         "autoptd/runtime/params/parameters.py",

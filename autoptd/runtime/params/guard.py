@@ -74,9 +74,16 @@ HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_ho
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
 
 
-def refuse_gradient(func: Callable[..., Any]) -> None:
+def refuse_gradient(func: Callable[..., Any], is_home: bool) -> None:
     """Raise a PlanError if `func` reads or sets the gradient of a parameter whose gradient is not kept with it."""
     if func in WRITES or (func == GRADIENT and not _asks_whether_it_exists()):
+        if is_home:
+            fact = "gradients are brought to whole tensors within optimizer.step(): between steps these have none"
+            remedy = "pm.gradients(), which returns full ones; pm.clip_grad_norm_ and optimizer.zero_grad(); those of "
+            remedy += (
+                "pm.parameters(), with zero=0; or optimizer.register_step_pre_hook(...), where they are there"
+            )
+            raise PlanError("p.grad of optimizer.param_groups", fact, remedy)
         fact = (
             "with zero=1 each rank keeps only the gradients of its stored pieces: a whole parameter has none"
         )
@@ -133,12 +140,14 @@ def unguarded() -> Iterator[None]:
 class GuardedParameter(nn.Parameter):
     """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update.
 
-    `bears_gradient`: its gradient is kept with it, not with the pieces that ranks store. `was_exposed`: something that its
+    `bears_gradient`: its gradient is kept with it, not with the pieces that ranks store. `is_home`: it is a whole tensor
+    that an optimizer steps (`whole.py`). `was_exposed`: something that its
     version does not count, such as numpy, may have written to it: from then on its values are compared.
     """
 
     arrival: Callable[[], None] | None = None
     bears_gradient: bool = True
+    is_home: bool = False
     was_exposed: bool = False
 
     @classmethod
@@ -155,7 +164,7 @@ class GuardedParameter(nn.Parameter):
                     if type(x) is GuardedParameter and x.arrival is not None:
                         x.arrival()
                         if not x.bears_gradient:
-                            refuse_gradient(func)
+                            refuse_gradient(func, x.is_home)
             if func in EXPOSING and type(args[0]) is GuardedParameter:
                 args[0].was_exposed = True
         # `unguarded()` without its generator: this is a hot path.

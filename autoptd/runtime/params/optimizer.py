@@ -45,6 +45,8 @@ from autoptd.runtime.params.whole import Homes, is_whole
 Result = TypeVar("Result")
 # Runs a collective on all ranks; returns rank 0's (or this rank's) result.
 Run = Callable[[Callable[[RankParameters], Result]], Result]
+# Called with the optimizer, and the arguments of its step.
+Hook = Callable[..., None]
 # By parameter: the optimizer's state of it.
 State = dict[str, dict[str, Any]]
 SITE = "optimizer.load_state_dict"
@@ -78,13 +80,12 @@ class NamedOptimizer(optim.Optimizer):
     # Called by `zero_grad`.
     on_zero: Callable[[], None] | None = None
     step_was_skipped: bool = False
-    # Number of completed `step` calls, and whether one is running.
+    # Number of completed `step` calls.
     updates: int = 0
-    is_stepping: bool = False
-    # Whether the step of the class runs, which may call torch's, around which hooks run again.
+    # Whether the step of the class runs: a user-defined one may call torch's, around which hooks run again.
     is_within: bool = False
     # The hook that must run last, and its handle.
-    finish: Callable[..., None] | None = None
+    finish: Hook | None = None
     finish_hook: Any = None
 
     # Hidden from type checkers, which would accept any attribute.
@@ -104,9 +105,13 @@ class NamedOptimizer(optim.Optimizer):
             )
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
+        own: Any = super().step
+        own = own.__func__
+        # Hooks run around this method: not once more around that of a class with other instances.
+        own = own.__wrapped__ if getattr(own, "hooked", False) else own
         self.is_within = True
         try:
-            return super().step(*args, **kwargs)
+            return own(self, *args, **kwargs)
         finally:
             self.is_within = False
 
@@ -245,6 +250,7 @@ def make_optimizer(
     homes: dict[int, Homes] = {}
     if is_whole(cls) and len(mesh.ranks_at(0)) > 1:
         run(lambda rank: homes.update({rank.world.rank: Homes(rank, chain.from_iterable(groups))}))
+    homes = dict(sorted(homes.items()))
     stepped = [homes.get(rank.world.rank, rank) for rank in ranks]
     trial = ShapeTrial(cls, keywords, stepped, named_groups)
     if is_whole(cls):
@@ -371,52 +377,66 @@ def names_in_groups(
 
 def register_hooks(optimizer: NamedOptimizer, ranks: Sequence[RankParameters], run: Run[Any]) -> None:
     """Register the hooks that run before and after every `step` of an optimizer, in this order."""
+
+    def before(hook: Hook) -> None:
+        optimizer.register_step_pre_hook(outermost(hook))
+
+    def after(hook: Hook) -> Any:
+        return optimizer.register_step_post_hook(outermost(hook))
+
     every = [x for group in optimizer.param_groups for x in group["params"]]
-    optimizer.register_step_pre_hook(begin)  # type: ignore[arg-type]
     if len(ranks) == 1:
         # A step may have returned before the device failed. (Rank threads are stopped by their pool.)
-        optimizer.register_step_pre_hook(lambda *_: ranks[0].world.raise_first_fault())
+        before(lambda *_: ranks[0].world.raise_first_fault())
     homes = optimizer.binding.homes
     if optimizer.loss_scale is not None or homes or any(rank.is_apart for rank in ranks):
-        optimizer.register_step_pre_hook(refuse_closure)
+        before(refuse_closure)
     for rank in ranks:
-        optimizer.register_step_pre_hook(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
+        before(lambda *_, rank=rank: before_update(rank))  # type: ignore[misc]
     if homes:
-        optimizer.register_step_pre_hook(collect)  # type: ignore[arg-type]
+        before(collect)
     if optimizer.loss_scale is not None:
-        skip_where_infinite(optimizer, optimizer.loss_scale, every, run)
+        hide, show = hiding_where_infinite(optimizer, optimizer.loss_scale, every, run)
+        before(hide)
+        after(show)
     # torch's foreach and fused implementations accept its own tensor classes only.
-    optimizer.register_step_pre_hook(lambda *_: remove_guards(every))
-    optimizer.register_step_pre_hook(lambda optimizer, *_: lay_out(optimizer.param_groups))
+    before(lambda *_: remove_guards(every))
+    before(lambda *_: lay_out(optimizer.param_groups))
     # After what works on plain tensors.
-    optimizer.register_step_post_hook(lambda *_: install_guards(every))
+    after(lambda *_: install_guards(every))
     paddings = [padding for rank in ranks for padding in padding_of(rank)]
     is_apart = any(rank.is_apart for rank in ranks)
 
     def finish(*_: Any) -> None:
-        # If a user-defined step calls torch's, the hooks run again around the inner one.
-        optimizer.updates += optimizer.is_stepping
-        optimizer.is_stepping = False
-        if homes and not optimizer.is_within:
+        optimizer.updates += 1
+        if homes:
             spread(optimizer)
         clear_padding(paddings)
         if is_apart:
             publish(optimizer, run)
 
-    optimizer.finish_hook = optimizer.register_step_post_hook(finish)
-    optimizer.finish = finish
+    optimizer.finish = outermost(finish)
+    optimizer.finish_hook = optim.Optimizer.register_step_post_hook(optimizer, optimizer.finish)
 
 
-def skip_where_infinite(
+def outermost(hook: Hook) -> Hook:
+    """Return a hook that does not run around the step of torch's class that a user-defined step calls."""
+
+    def call(optimizer: NamedOptimizer, *given: Any) -> None:
+        if not optimizer.is_within:
+            hook(optimizer, *given)
+
+    return call
+
+
+def hiding_where_infinite(
     optimizer: NamedOptimizer, scale: LossScaler, parameters: Sequence[torch.Tensor], run: Run[Any]
-) -> None:
-    """Make `step` a no-op, by hiding the gradients, if one is not finite on any rank."""
+) -> tuple[Hook, Hook]:
+    """Return hooks that make `step` a no-op, by hiding the gradients, if one is not finite on any rank."""
     hidden: list[tuple[torch.Tensor, torch.Tensor | None]] = []
 
-    def hide() -> None:
-        # A user-defined step may call torch's, which runs the hooks again if torch's class was used before.
-        if hidden and all(x.grad is None for x, _ in hidden):
-            return
+    @unguarded()
+    def hide(*_: Any) -> None:
         hidden.clear()
         optimizer.step_was_skipped = scale.settle(lambda: run(grad_norm))
         if optimizer.step_was_skipped:
@@ -425,13 +445,13 @@ def skip_where_infinite(
             for x in parameters:
                 x.grad = None
 
-    def show() -> None:
+    @unguarded()
+    def show(*_: Any) -> None:
         for x, gradient in hidden:
             x.grad = gradient
         hidden.clear()
 
-    optimizer.register_step_pre_hook(lambda *_: unguarded()(hide)())
-    optimizer.register_step_post_hook(lambda *_: unguarded()(show)())
+    return hide, show
 
 
 def refuse_closure(_: optim.Optimizer, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
@@ -450,8 +470,7 @@ def publish(optimizer: NamedOptimizer, run: Run[Any]) -> None:
 def collect(optimizer: NamedOptimizer, *_: Any) -> None:
     """Bring values and gradients of whole tensors home, before an update."""
     homes = optimizer.binding.homes
-    if not optimizer.is_within:
-        optimizer.binding.run(lambda params: homes[params.world.rank].collect())
+    optimizer.binding.run(lambda params: homes[params.world.rank].collect())
 
 
 def spread(optimizer: NamedOptimizer) -> None:
@@ -461,11 +480,6 @@ def spread(optimizer: NamedOptimizer) -> None:
         optimizer.binding.run(lambda params: homes[params.world.rank].spread())
     for home in homes.values():
         home.forget()
-
-
-def begin(optimizer: NamedOptimizer, *_: Any) -> None:
-    """Note that a step begins."""
-    optimizer.is_stepping = True
 
 
 @unguarded()

@@ -20,6 +20,7 @@ nothing but that tensor's own values, gradient and state.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -36,7 +37,7 @@ from autoptd.runtime.params.guard import GuardedParameter, unguarded
 from autoptd.runtime.params.parameters import RankParameters, owners
 from autoptd.runtime.params.parts import dtype_of
 from autoptd.runtime.params.storage import Edits, alias
-from autoptd.runtime.world.world import World
+from autoptd.runtime.world.exchange import Exchange, Pair
 
 WHOLE: tuple[type[optim.Optimizer], ...] = (optim.Muon, optim.Adafactor)
 COLLECT, SPREAD = "optimizer: pieces to homes", "optimizer: updates from homes"
@@ -91,51 +92,6 @@ class Leg:
         return data.view(dtype_of(self.spec.storage.dtype)).view(self.part.sizes)
 
 
-class Exchange:
-    """Messages of fixed sizes between the ranks along some axes, all at once: one all-to-all for each axis.
-
-    `sizes` has the bytes from each rank to each other one, by (source, target). A message first moves along the first
-    axis, to the place of its target, then along the next one.
-    """
-
-    def __init__(
-        self, world: World, axes: Sequence[str], sizes: Mapping[tuple[int, int], int], site: str
-    ) -> None:
-        self._world, self._sizes, self._site = world, sizes, site
-        # By hop: the axis, and the messages to, and from, each rank along it.
-        self._hops: list[tuple[str, list[list[tuple[int, int]]], list[list[tuple[int, int]]]]] = []
-        for number, axis in enumerate(axes if sizes else ()):
-            peers = world.group((axis,)).ranks
-            to = [self._passed(axes, number, world.rank, peer) for peer in peers]
-            from_ = [self._passed(axes, number, peer, world.rank) for peer in peers]
-            self._hops.append((axis, to, from_))
-
-    def _passed(self, axes: Sequence[str], number: int, rank: int, peer: int) -> list[tuple[int, int]]:
-        """Return the messages that `rank` passes to `peer` in hop `number`."""
-        place = self._world.mesh.place
-        found = []
-        for source, target in sorted(self._sizes):
-            # They have moved along the axes before, and are still at their source along this and later ones.
-            at = [target] * number + [source] * (len(axes) - number)
-            is_here = all(place(end, axis) == place(rank, axis) for end, axis in zip(at, axes, strict=True))
-            if is_here and place(target, axes[number]) == place(peer, axes[number]):
-                found.append((source, target))
-        return found
-
-    def __call__(self, messages: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Send bytes by target; return those that were sent here, by source. A collective of these ranks."""
-        rank = self._world.rank
-        held = {(rank, target): message for target, message in messages.items()}
-        none = torch.empty(0, dtype=torch.uint8, device=self._world.device)
-        for axis, to, from_ in self._hops:
-            sent = [torch.cat([none, *(held.pop(pair) for pair in pairs)]) for pairs in to]
-            sizes = [[self._sizes[pair] for pair in pairs] for pairs in from_]
-            received = self._world.group((axis,)).all_to_all(sent, self._site, list(map(sum, sizes)))
-            for pairs, parts, data in zip(from_, sizes, received, strict=True):
-                held |= dict(zip(pairs, data.split(parts), strict=True))
-        return {source: message for (source, _), message in held.items()}
-
-
 class Homes:
     """The whole tensors of one rank, by name in `stored`; creating it is a collective of all ranks."""
 
@@ -152,20 +108,29 @@ class Homes:
             if homes[spec.name] == self.world.rank:
                 self.stored[spec.name] = self._new(spec)
         legs = self._legs([spec for spec in here if spec.requires_grad], homes, ranks)
-        collected, spread = dict[tuple[int, int], int](), dict[tuple[int, int], int]()
+        rank = self.world.rank
+        # By the other end, in one order at both ends.
+        self._out = _by(lambda leg: leg.home, [leg for leg in legs if leg.source == rank])
+        self._home = _by(lambda leg: leg.source, [leg for leg in legs if leg.home == rank])
+        self._copied = {
+            other: [leg for leg in legs if leg.source == rank and other in leg.holders]
+            for other in ranks
+            if other != rank
+        }
+        copies = [leg for leg in legs if rank in leg.holders and rank != leg.source]
+        self._copies = _by(lambda leg: leg.source, copies)
+        collected, spread, copied = dict[Pair, int](), dict[Pair, int](), dict[Pair, int]()
         for leg in legs:
-            pair = leg.source, leg.home
             # A flag, values and gradient.
-            collected[pair] = collected.get(pair, 0) + 1 + 2 * leg.nbytes
+            _add(collected, leg.source, leg.home, 1 + 2 * leg.nbytes)
+            _add(spread, leg.home, leg.source, leg.nbytes)
             for holder in leg.holders:
-                spread[leg.home, holder] = spread.get((leg.home, holder), 0) + leg.nbytes
-        axes = [axis for axis in mesh.axes if axis not in mesh.stage_axes and mesh.degree(axis) > 1]
+                if holder != leg.source:
+                    _add(copied, leg.source, holder, leg.nbytes)
+        axes = [axis for axis in mesh.axes if axis not in mesh.stage_axes]
         self._collect = Exchange(self.world, axes, collected, COLLECT)
         self._spread = Exchange(self.world, axes, spread, SPREAD)
-        rank = self.world.rank
-        self._out = _by(lambda leg: leg.home, [leg for leg in legs if leg.source == rank])
-        self._home = [leg for leg in legs if leg.home == rank]
-        self._held = _by(lambda leg: leg.home, [leg for leg in legs if rank in leg.holders])
+        self._copy = Exchange(self.world, axes, copied, SPREAD)
         self._edits = Edits(self.stored)
         # A constructor may read the values.
         params.wait()
@@ -174,25 +139,30 @@ class Homes:
         self.forget()
 
     def _new(self, spec: ParamSpec) -> GuardedParameter:
-        dtype, device = dtype_of(spec.storage.dtype), self.world.device
-        if not spec.requires_grad:
-            # Never updated: it takes no memory.
-            return GuardedParameter(torch.zeros((), dtype=dtype, device=device).expand(spec.shape), False)
-        return GuardedParameter(torch.zeros(spec.shape, dtype=dtype, device=device))
+        x = torch.zeros((), dtype=dtype_of(spec.storage.dtype), device=self.world.device).expand(spec.shape)
+        # A frozen one is never updated, and takes no memory.
+        home = GuardedParameter(
+            x.clone(memory_format=torch.contiguous_format) if spec.requires_grad else x, spec.requires_grad
+        )
+        home.is_home, home.bears_gradient, home.arrival = True, False, _nothing
+        return home
 
     def _legs(self, specs: Sequence[ParamSpec], homes: Mapping[str, int], ranks: Sequence[int]) -> list[Leg]:
         program, mesh = self.params.program, self.world.mesh
         places = flat_places(program, self.world.pipeline_rank)
         groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
+        # Along how many axes two ranks differ.
+        at = {rank: [mesh.place(rank, axis) for axis in mesh.axes] for rank in ranks}
+        apart = {
+            home: {rank: sum(map(operator.ne, at[home], at[rank])) for rank in ranks}
+            for home in set(homes.values())
+        }
         legs = []
         for spec in specs:
             home = homes[spec.name]
             for holders, parts in stored_by_groups(spec, mesh, ranks, places, groups):
                 # The copy that has the shortest way.
-                apart = [
-                    sum(mesh.place(rank, a) != mesh.place(home, a) for a in mesh.axes) for rank in holders
-                ]
-                source = holders[apart.index(min(apart))]
+                source = min(holders, key=apart[home].__getitem__)
                 legs += [Leg(spec, home, source, holders, part) for part in parts]
         return legs
 
@@ -206,14 +176,14 @@ class Homes:
             self._refuse(edited[0], fact, remedy)
         received = self._collect({home: self._message(legs) for home, legs in self._out.items()})
         gradients: dict[str, torch.Tensor | None] = {}
-        for source, legs in _by(lambda leg: leg.source, self._home).items():
+        for source, legs in self._home.items():
             message = received[source]
             start = len(legs)
             for leg, has_gradient in zip(legs, message[:start].tolist(), strict=True):
-                name, x = leg.spec.name, alias(self.stored[leg.spec.name])
-                leg.of_whole(x).copy_(leg.read(message, start))
+                name = leg.spec.name
+                self._at_home(leg).copy_(leg.read(message, start))
                 if name not in gradients:
-                    gradients[name] = torch.zeros_like(x) if has_gradient else None
+                    gradients[name] = torch.zeros_like(self.stored[name]) if has_gradient else None
                 gradient = gradients[name]
                 if (gradient is not None) != has_gradient:
                     fact = "has a gradient on some ranks only"
@@ -239,20 +209,34 @@ class Homes:
     @torch.no_grad()
     def spread(self) -> None:
         """Send the updated values to all ranks that store them. A collective."""
-        messages: dict[int, list[torch.Tensor]] = {}
-        for leg in self._home:
-            data = bytes_of(leg.of_whole(self.stored[leg.spec.name]))
-            for holder in leg.holders:
-                messages.setdefault(holder, []).append(data)
-        received = self._spread({holder: torch.cat(data) for holder, data in messages.items()})
-        for home, legs in self._held.items():
+        self._move(self._spread, self._home, self._at_home, self._out)
+        self._move(self._copy, self._copied, self._in_store, self._copies)
+        self._spread_tied()
+
+    def _move(
+        self,
+        exchange: Exchange,
+        sent: Mapping[int, list[Leg]],
+        read: Callable[[Leg], torch.Tensor],
+        received: Mapping[int, list[Leg]],
+    ) -> None:
+        """Send what `read` returns, by target, and write what comes, by source, to where it is stored."""
+        messages = {
+            target: torch.cat([bytes_of(read(leg)) for leg in legs]) for target, legs in sent.items() if legs
+        }
+        found = exchange(messages)
+        for source, legs in received.items():
             start = 0
             for leg in legs:
-                view_of(alias(self.params.stored[leg.spec.name]), leg.part).copy_(
-                    leg.read(received[home], start)
-                )
+                self._in_store(leg).copy_(leg.read(found[source], start))
                 start += leg.nbytes
-        self._spread_tied()
+
+    def _at_home(self, leg: Leg) -> torch.Tensor:
+        return leg.of_whole(alias(self.stored[leg.spec.name]))
+
+    def _in_store(self, leg: Leg) -> torch.Tensor:
+        # An alias, so that this is not mistaken for edits by the user.
+        return view_of(alias(self.params.stored[leg.spec.name]), leg.part)
 
     def _spread_tied(self) -> None:
         """Send tied parameters from their first owner to the others, which store the same pieces."""
@@ -314,6 +298,14 @@ def _described(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return Large(value.shape, value.dtype) if value.dim() else value.detach().to("cpu", copy=True)
+
+
+def _nothing() -> None:
+    """Wait for no gather."""
+
+
+def _add(sizes: dict[Pair, int], source: int, target: int, nbytes: int) -> None:
+    sizes[source, target] = sizes.get((source, target), 0) + nbytes
 
 
 def _by(end: Callable[[Leg], int], legs: Iterable[Leg]) -> dict[int, list[Leg]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -11,19 +12,19 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autoptd
 from autoptd.compiler import compiler
 from autoptd.errors import PlanError
-from autoptd.ir.mesh import Mesh
 from autoptd.model.parallel_model import ParallelModel
 from autoptd.runtime.params.whole import place_homes
 from tests.forks import told
 from tests.parity.models import batch, gpt
 from tests.parity.test_sharing import grouped
 from tests.runtime.checkpoint.models import compiled_once, data, tied_gpt
-from tests.runtime.checkpoint.test_layouts import conv1d, labelled
+from tests.runtime.checkpoint.test_layouts import conv1d
 
 MATRICES = ["*attn*.weight", "*mlp*.weight"]
 Optimizers = list[torch.optim.Optimizer]
@@ -80,20 +81,24 @@ class Shampoo(torch.optim.Optimizer):
         return update
 
 
-def mixed(source: Any, names: Iterable[str] = MATRICES) -> Optimizers:
+def mixed(source: Any) -> Optimizers:
     """Muon for matrices within layers, AdamW for all else."""
     if isinstance(source, ParallelModel):
-        rest = [spec.name for spec in source.program.params if not is_matrix(spec.name)]
-        muon = source.optimizer(torch.optim.Muon, names, lr=0.02)
+        shapes = {spec.name: spec.shape for spec in source.program.params}
+        matrices = [name for name, shape in shapes.items() if is_matrix(name, shape)]
+        rest = [name for name in shapes if name not in matrices]
+        muon = source.optimizer(torch.optim.Muon, matrices, lr=0.02)
         return [muon, source.optimizer(torch.optim.AdamW, rest, lr=0.01)]
     named = dict(source.named_parameters())
-    matrices = [x for name, x in named.items() if is_matrix(name)]
-    others = [x for name, x in named.items() if not is_matrix(name)]
-    return [torch.optim.Muon(matrices, lr=0.02), torch.optim.AdamW(others, lr=0.01)]
+    parts: list[list[Tensor]] = [[], []]
+    for name, x in named.items():
+        parts[not is_matrix(name, x.shape)].append(x)
+    return [torch.optim.Muon(parts[0], lr=0.02), torch.optim.AdamW(parts[1], lr=0.01)]
 
 
-def is_matrix(name: str) -> bool:
-    return ("attn" in name or "mlp" in name) and name.endswith("weight")
+def is_matrix(name: str, shape: Any = (1, 1)) -> bool:
+    is_outside = any(part in name for part in ("wte", "wpe", "lm_head", "emb", "bias", "ln_"))
+    return len(shape) == 2 and not is_outside
 
 
 def only(cls: Any, **settings: Any) -> Callable[[Any], Optimizers]:
@@ -124,11 +129,10 @@ def train(model: Any, optimizers: Optimizers, seeds: Iterable[int], call: Any = 
     for seed in seeds:
         given = data(seed) if call is None else call
         if isinstance(model, ParallelModel):
-            model.step(**given) if isinstance(given, dict) else model.step(*given)
+            model.step(*given)
         else:
-            output = model(**given) if isinstance(given, dict) else model(*given)
-            parts = output.values() if isinstance(output, dict) else output
-            next(x for x in parts if isinstance(x, Tensor) and not x.dim()).backward()
+            output = model(*given)
+            (output if isinstance(output, Tensor) else output[1]).backward()
         for optimizer in optimizers:
             optimizer.step()
         for optimizer in optimizers:
@@ -168,9 +172,7 @@ DEFAULT = {
 @pytest.mark.parametrize(
     "kind, mesh",
     [
-        pytest.param(
-            kind, mesh, marks=() if tuple(mesh.values()) in DEFAULT[kind] else pytest.mark.thorough
-        )
+        pytest.param(kind, mesh, marks=() if tuple(mesh.values()) in DEFAULT[kind] else pytest.mark.thorough)
         for kind in KINDS
         for mesh in MESHES
     ],
@@ -185,3 +187,306 @@ def test_the_update_of_one_device(kind: str, mesh: dict[str, int]) -> None:
     train(model, expected, range(STEPS))
     assert_same(pm, found, model, expected)
     pm.close()
+
+
+class Stepping(torch.optim.SGD):
+    """Changes values in its own step, calls torch's, and reads the gradient after it."""
+
+    whole = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.mul_(1 - 0.1 * p.norm())
+        super().step()
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad / (1 + p.grad.norm()), alpha=0.01)
+
+
+class Conv1D(nn.Module):
+    """GPT-2 of transformers, whose weights are transposed, with a loss that is not in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = conv1d()
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.model(ids).logits.flatten(0, 1), labels.flatten())
+
+
+LAYOUTS: dict[str, tuple[Callable[[], nn.Module], Any, dict[str, Any]]] = {
+    "two key heads of four ranks": (grouped, batch(), {"t": 4}),
+    "two key heads of four ranks, replicas": (grouped, batch(), {"t": 4, "d": 2, "zero": 1}),
+    "transposed by GPT-2": (Conv1D, batch(), {"t": 2, "d": 2, "zero": 1}),
+    "padded by three": (lambda: gpt(2, vocab=61, heads=3, width=33), batch(8, 61), {"t": 3}),
+    "replicas of shards": (tied_gpt, data(0), {"d": 4, "zero": 1, "dp_shard": 2, "t": 2}),
+    "context parallel": (tied_gpt, data(0), {"c": 2, "t": 2, "zero": 1}),
+    "another order of ranks": (tied_gpt, data(0), {"t": 2, "d": 2, "p": 2, "order": "dp-pp-tp", "zero": 1}),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_every_layout(name: str) -> None:
+    make_model, call, mesh = LAYOUTS[name]
+    model = make_model().double()
+    pm = parallel(make_model().double(), call, **mesh)
+    found, expected = mixed(pm), mixed(model)
+    train(pm, found, range(STEPS), call)
+    train(model, expected, range(STEPS), call)
+    assert_same(pm, found, model, expected)
+    pm.close()
+
+
+def test_a_step_within_a_step() -> None:
+    """torch runs hooks around its own class's `step` too, from its first instance on."""
+    torch.optim.SGD([nn.Parameter(torch.ones(2))], lr=0.1)
+    model, make = tied_gpt(), only(Stepping, lr=0.01, momentum=0.9)
+    pm = parallel(tied_gpt(), t=2, d=2)
+    found, expected = make(pm), make(model)
+    train(pm, found, range(STEPS))
+    train(model, expected, range(STEPS))
+    assert_same(pm, found, model, expected)
+    assert found[0].updates == STEPS  # type: ignore[attr-defined]
+    pm.close()
+
+
+MOVES = [
+    ("Muon and AdamW", {"t": 2}, {"p": 2, "d": 2, "zero": 1}),
+    ("Muon and AdamW", {"t": 2, "d": 2, "zero": 1}, {"d": 2}),
+    ("Adafactor", {"d": 2, "zero": 1}, {"t": 2, "p": 2}),
+    ("Adafactor", {"p": 2}, {"t": 2, "d": 2}),
+    ("LAMB", {"t": 2, "d": 2}, {"p": 2}),
+    ("Shampoo", {"t": 2, "p": 2}, {"d": 2, "zero": 1}),
+]
+
+
+@pytest.mark.parametrize("kind, first, second", MOVES, ids=str)
+def test_any_state_moves_to_any_mesh(kind: str, first: Any, second: Any, tmp_path: Path) -> None:
+    model, make = tied_gpt(), KINDS[kind]
+    expected = make(model)
+    train(model, expected, range(STEPS))
+    pm = parallel(tied_gpt(), **first)
+    found = make(pm)
+    train(pm, found, range(STEPS))
+    pm.save(tmp_path / "c", found if len(found) > 1 else found[0])
+    states = [copy.deepcopy(one.state_dict()) for one in found]
+    pm.close()
+    pm = parallel(tied_gpt(), **second)
+    found = make(pm)
+    pm.load(tmp_path / "c", found if len(found) > 1 else found[0])
+    assert_same(pm, found, model, expected)
+    train(model, expected, range(STEPS, STEPS + 2))
+    train(pm, found, range(STEPS, STEPS + 2))
+    assert_same(pm, found, model, expected)
+    # From state dicts: of this optimizer, and of torch's own over the model.
+    for one, state, other in zip(found, states, expected, strict=True):
+        one.load_state_dict(other.state_dict())
+        assert_same(pm, [one], model, [other])
+        one.load_state_dict(state)
+        again = one.state_dict()
+        assert str(again["param_groups"]) == str(state["param_groups"])
+        for name, record in state["state"].items():
+            for key, value in record.items():
+                assert torch.equal(torch.as_tensor(again["state"][name][key]), torch.as_tensor(value)), key
+    pm.close()
+
+
+@pytest.mark.parametrize("mesh", [{"t": 2, "d": 2}, {"d": 2, "zero": 1}], ids=str)
+def test_masters_and_clipping(mesh: dict[str, int]) -> None:
+    """The update that the class makes on one device of the same gradients, to the bit, at learning rates of a scheduler."""
+    pm = parallel(tied_gpt(torch.float32), precision="bf16-mixed", **mesh)
+    found = pm.optimizer(torch.optim.Muon, MATRICES, lr=torch.tensor(0.02))
+    values = {name: nn.Parameter(x) for name, x in pm.state_dict().items() if is_matrix(name)}
+    one = torch.optim.Muon(values.values(), lr=torch.tensor(0.02))
+    schedulers = [torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5) for optimizer in (found, one)]
+    for seed in range(STEPS):
+        pm.step(*data(seed))
+        pm.clip_grad_norm_(0.1)
+        for name, x in pm.gradients().items():
+            if name in values:
+                values[name].grad = x
+        for optimizer, scheduler in zip((found, one), schedulers, strict=True):
+            optimizer.step()
+            optimizer.zero_grad()
+            scheduler.step()
+        trained = pm.state_dict()
+        assert all(torch.equal(trained[name], x) for name, x in values.items())
+    pm.close()
+
+
+def test_the_momentum_lives_at_home() -> None:
+    """No matrix is stepped twice, and ranks have about as much to compute."""
+    pm = parallel(tied_gpt(), t=2, d=2)
+    muon = pm.optimizer(torch.optim.Muon, MATRICES, lr=0.02)
+    pm.step(*data(0))
+    muon.step()
+    names = [spec.name for spec in pm.program.params if is_matrix(spec.name)]
+    held = [list(homes.stored) for homes in muon.binding.homes.values()]  # type: ignore[attr-defined]
+    assert sorted(name for some in held for name in some) == sorted(names)
+    assert len(muon.state) == len(names) and min(map(len, held)) >= 1
+    memory = pm.memory()
+    own = [homes.stored.values() for homes in muon.binding.homes.values()]  # type: ignore[attr-defined]
+    # A matrix and its momentum.
+    assert [entry.moments for entry in memory.values()] == [sum(2 * x.nbytes for x in some) for some in own]
+    pm.close()
+
+
+def test_homes_are_balanced() -> None:
+    model = gpt(12, width=64)
+    pm = parallel(model, batch(), t=2)
+    matrices = [spec for spec in pm.program.params if is_matrix(spec.name, spec.shape)]
+    for count in (2, 3, 8):
+        loads = dict.fromkeys(range(count), 0)
+        for name, home in place_homes(matrices, range(count)).items():
+            loads[home] += math.prod(next(spec for spec in matrices if spec.name == name).shape)
+        assert max(loads.values()) <= 1.2 * sum(loads.values()) / count
+    pm.close()
+
+
+def test_values_that_change_between_steps() -> None:
+    """Loaded values, edits of parameters, and what a hook writes after a step; gradients that there are not."""
+    model = tied_gpt()
+    pm = parallel(tied_gpt(), t=2, d=2, zero=1)
+    expected, found = mixed(model), mixed(pm)
+    train(model, expected, range(1))
+    train(pm, found, range(1))
+    state = {name: x * 1.5 for name, x in model.state_dict().items()}
+    pm.load_state_dict(state)
+    model.load_state_dict(state)
+    with torch.no_grad():
+        for source in (pm, model):
+            for x in source.parameters():
+                x.mul_(0.9)
+
+    def shrink(optimizer: Any, *_: Any) -> None:
+        with torch.no_grad():
+            for x in optimizer.param_groups[0]["params"]:
+                x.mul_(0.5)
+
+    for optimizer in (found[0], expected[0]):
+        optimizer.register_step_post_hook(shrink)
+    train(model, expected, range(1, 3))
+    train(pm, found, range(1, 3))
+    # Without gradients nothing is updated.
+    found[0].step()
+    expected[0].step()
+    assert_same(pm, found, model, expected)
+    pm.close()
+
+
+def test_an_overflow_skips_the_step() -> None:
+    pm = parallel(tied_gpt(torch.float32), t=2, d=2, precision="fp16-mixed", loss_scale=2.0**40)
+    found = mixed(pm)
+    before = pm.state_dict()
+    train(pm, found, range(2))
+    assert [one.skipped for one in found] == [2, 2]  # type: ignore[attr-defined]
+    assert not found[0].state and all(torch.equal(x, before[name]) for name, x in pm.state_dict().items())
+    pm.close()
+
+
+class NormOfAll(torch.optim.SGD):
+    whole = True
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        every = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
+        norm = torch.stack([p.grad.norm() for p in every]).norm()  # type: ignore[union-attr]
+        for p in every:
+            p.grad.div_(norm)  # type: ignore[union-attr]
+        super().step()
+
+
+class Plain(torch.optim.Optimizer):
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__(params, {"lr": lr})
+
+
+@pytest.mark.parametrize(
+    "cls, why",
+    [
+        (torch.optim.Muon, r"raises ValueError .* Muon only supports 2D parameters .* another pm.optimizer"),
+        (
+            NormOfAll,
+            "whole = True, but its update of a tensor depends on which other tensors are in the group",
+        ),
+        (Plain, r"set elementwise = True on the class if it is, else whole = True"),
+    ],
+)
+def test_what_is_refused(cls: Any, why: str) -> None:
+    pm = parallel(tied_gpt(), t=2)
+    with pytest.raises(PlanError, match=why):
+        pm.optimizer(cls, lr=0.1)
+    pm.close()
+
+
+def test_what_a_loop_may_not_do() -> None:
+    pm = parallel(tied_gpt(), t=2, d=2)
+    muon, _ = mixed(pm)
+    pm.step(*data(0))
+    x = muon.param_groups[0]["params"][0]
+    with pytest.raises(PlanError, match=r"gradients are brought to whole tensors within optimizer.step"):
+        x.grad.mul_(2)
+    with pytest.raises(PlanError, match=r"gradients are brought to whole tensors within optimizer.step"):
+        x.grad = None
+    with pytest.raises(PlanError, match=r"does not take a closure .* or whole matrices"):
+        muon.step(lambda: 0.0)
+    with pytest.raises(PlanError, match="groups are fixed"):
+        muon.add_param_group({"params": [x]})
+    with pytest.raises(PlanError, match="clip"):
+        torch.nn.utils.clip_grad_norm_(muon.param_groups[0]["params"], 1.0)
+    with pytest.raises(PlanError, match="share parameters"):
+        pm.save("nowhere", [muon, muon])
+    muon.step()
+    with torch.no_grad():
+        x.mul_(2)
+    with pytest.raises(PlanError, match=r"was changed through optimizer.param_groups between two steps"):
+        muon.step()
+    pm.close()
+
+
+def test_other_lists_of_optimizers(tmp_path: Path) -> None:
+    pm = parallel(tied_gpt(), t=2, d=2)
+    muon, adamw = mixed(pm)
+    train(pm, [muon, adamw], range(1))
+    pm.save(tmp_path / "both", [muon, adamw])
+    with pytest.raises(PlanError, match=r"state of a Muon, AdamW, not of an AdamW, Muon. .*in this order"):
+        pm.load(tmp_path / "both", [adamw, muon])
+    with pytest.raises(PlanError, match="state of a Muon, AdamW, not of a Muon"):
+        pm.load(tmp_path / "both", muon)
+    with pytest.warns(UserWarning, match="another AdamW over other parameters is not saved"):
+        pm.save(tmp_path / "one", muon)
+    state = {name: dict(record) for name, record in adamw.state_dict()["state"].items()}
+    pm.save(tmp_path / "extra", muon, extra={"adamw": adamw})
+    train(pm, [muon, adamw], range(1, 2))
+    pm.load(tmp_path / "extra", muon, extra={"adamw": adamw})
+    for name, record in adamw.state_dict()["state"].items():
+        assert all(torch.equal(value, state[name][key]) for key, value in record.items())
+    with pm.checkpointer(tmp_path / "run", [muon, adamw], every=1) as ckpt:
+        train(pm, [muon, adamw], range(2))
+        assert ckpt.step()
+    values = pm.state_dict()
+    with pm.checkpointer(tmp_path / "run", [muon, adamw], every=1) as ckpt:
+        ckpt.resume()
+    assert all(torch.equal(x, values[name]) for name, x in pm.state_dict().items())
+    pm.close()
+
+
+class Positional(torch.optim.SGD):
+    """Makes a group of each parameter; on a rank of several, of those whose home it is."""
+
+    whole = True
+
+    def __init__(self, params: Any, lr: float) -> None:
+        super().__init__([{"params": [p], "lr": lr * 0.9**i} for i, p in enumerate(params)], lr=lr)
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.thorough)])
+def test_processes(tmp_path: Path, ranks: int) -> None:
+    found = told(Path(__file__).parent / "whole_processes.py", ranks, str(tmp_path))
+    assert found[0]["error"] <= 1e-9 and found[0]["resumed"] <= 1e-9
+    assert all(one["refused"] for one in found)
