@@ -51,7 +51,9 @@ class Updates:
 
         `cls` may be a functools.partial of a class. `params` takes names, globs, tensors (those of the model
         that was handed to parallelize as well) and (name, tensor) pairs, or group dicts of such; None is all.
-        Elementwise classes only. Its `state_dict` speaks original names and full tensors, and is collective.
+        Elementwise classes step what ranks store; Muon, Adafactor and classes with `whole = True` step each
+        matrix at its home rank (docs/howto/optimizers.md). Its `state_dict` speaks original names and full tensors,
+        and is collective.
         In local it steps all ranks at once. Adam, AdamW and SGD take torch's fused form unless `fused=`,
         `foreach=`, `capturable=` or `differentiable=` is given. With precision="fp16", `step` changes nothing
         where a gradient of any rank is not finite: `step_was_skipped` of the optimizer says so, and `skipped`

@@ -203,6 +203,46 @@ MUTATIONS = (
         ('own.__wrapped__ if getattr(own, "hooked", False) else own', "own"),
     ),
     *planted(
+        "autoptd/runtime/params/whole.py",
+        "tests/runtime/params/test_whole.py -k one_device",
+        ("                start += leg.nbytes\n", ""),
+        ("x = x.narrow(dim, start, size)", "x = x.narrow(dim, 0, size)"),
+        ("        self._move(self._copy, self._copied, self._in_store, self._copies)\n", ""),
+        ("        self._spread_tied()\n", ""),
+    ),
+    *planted(
+        "autoptd/runtime/params/whole.py",
+        "tests/runtime/params/test_whole.py -k balanced",
+        ("rank = min(ranks, key=lambda rank: loads[rank])", "rank = ranks[0]"),
+    ),
+    *planted(
+        "autoptd/runtime/params/whole.py",
+        "tests/runtime/params/test_whole.py -k some_ranks",
+        ("if (gradient is not None) != has_gradient:", "if False:"),
+    ),
+    *planted(
+        "autoptd/runtime/params/whole.py",
+        "tests/runtime/params/test_whole.py -k may_not",
+        ("if edited := self._edits.found():", "if edited := []:"),
+    ),
+    *planted(
+        "autoptd/runtime/world/exchange.py",
+        "tests/runtime/params/test_whole.py -k one_device",
+        ("target[:number] == own[:number] and ", ""),
+        ("to[target[number]].append(pair)", "to[source[number]].append(pair)"),
+    ),
+    *planted(
+        "autoptd/runtime/params/optimizer.py",
+        "tests/runtime/params/test_whole.py -k one_device",
+        ("        if homes:\n            spread(optimizer)\n", ""),
+        ("        before(collect)\n", "        pass\n"),
+    ),
+    *planted(
+        "autoptd/runtime/checkpoint/restore.py",
+        "tests/runtime/params/test_whole.py -k any_state",
+        (", *self._wants_at_home()", ""),
+    ),
+    *planted(
         "autoptd/runtime/params/parameters.py",
         "tests/parity/test_unfreezing.py",
         ("if parameter.requires_grad != requires_grad:", "if False:"),

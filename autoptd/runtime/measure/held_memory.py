@@ -31,7 +31,7 @@ def count_memory(
             moments += [
                 value for value in state if isinstance(value, torch.Tensor) and value.shape == x.shape
             ]
-        # What is stepped as a whole is here as well, besides its pieces.
+        # Whole tensors are here in addition to the pieces that ranks store.
         homes = optimizer.binding.homes if isinstance(optimizer, NamedOptimizer) else {}
         if (home := homes.get(params.world.rank)) is not None:
             for x in home.stored.values():

@@ -96,22 +96,23 @@ def check_independent(
     if cls.__module__.startswith("torch.optim."):
         return
     generator = torch.Generator("cpu").manual_seed(0)
-    first, *grads = (
-        [torch.randn(size, generator=generator, dtype=torch.float64, device="cpu") for size in MATRICES]
-        for _ in range(3)
-    )
+    sets = []
+    for _ in range(3):
+        sets.append(
+            [torch.randn(size, generator=generator, dtype=torch.float64, device="cpu") for size in MATRICES]
+        )
+    first, *grads = sets
     try:
         with torch.random.fork_rng(devices=[]):
             whole = _train(cls, keywords, groups, first, grads)
-            rest = _train(cls, keywords, groups, first, grads, without_first=True)
+            depends = _depends_on_others(cls, keywords, groups, first, grads, whole)
     except Exception:
         # It may take other tensors only; what it promises is believed.
         return
-    for own, expected in zip(rest, whole, strict=True):
-        if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
-            fact = f"whole = True, but {DEPENDS}, and each rank steps some of the model's tensors"
-            remedy = "an update of a tensor from its own values, gradient and state; pm.clip_grad_norm_ for a norm of all"
-            raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
+    if depends:
+        fact = f"whole = True, but {DEPENDS}, and each rank steps some of the model's tensors"
+        remedy = "an update of a tensor from its own values, gradient and state; pm.clip_grad_norm_ for a norm of all"
+        raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
 
 
 def own_methods(cls: type) -> list[str]:
@@ -170,15 +171,30 @@ def _try_from(
                 pairs = zip(own, cut(expected), strict=True)
                 if not all(torch.allclose(x, y, rtol=1e-9, atol=1e-12) for x, y in pairs):
                     return f"{what} are updated differently from the whole"
-        # A rank has some of the model's tensors, and of ranks as threads one has several copies.
-        rest = _train(cls, keywords, groups, first, grads, without_first=True)
-        for own, expected in zip(rest, whole, strict=True):
-            if not all(torch.equal(x, y) for x, y in zip(own[1:], expected[1:], strict=True)):
-                return DEPENDS
+        if _depends_on_others(cls, keywords, groups, first, grads, whole):
+            return DEPENDS
     except Exception as error:
         # A user's optimizer may raise anything.
         return f"it could not be tried ({type(error).__name__}: {error})"
     return ""
+
+
+def _depends_on_others(
+    cls: type[optim.Optimizer],
+    keywords: Mapping[str, Any],
+    groups: Sequence[Options],
+    first: Tensors,
+    grads: Sequence[Tensors],
+    whole: Sequence[Tensors],
+) -> bool:
+    """Tell whether tensors are updated differently than in `whole` if the first one of each group is not there."""
+    # A rank has some of the model's tensors, and of ranks as threads one has several copies.
+    rest = _train(cls, keywords, groups, first, grads, without_first=True)
+    return any(
+        not torch.equal(x, y)
+        for own, expected in zip(rest, whole, strict=True)
+        for x, y in zip(own[1:], expected[1:], strict=True)
+    )
 
 
 def _half(tensors: Tensors, dim: int, number: int) -> Tensors:
@@ -338,7 +354,9 @@ class ShapeTrial:
             raise PlanError(f"pm.optimizer({self._cls.__name__}, params)", fact, remedy) from error
 
     def _of_the_model(self) -> Groups:
-        whole = [([self._models[name] for name in names], options) for names, options in self._groups]
+        whole = []
+        for names, options in self._groups:
+            whole.append(([self._models[name] for name in names], options))
         return groups_of(self._cls, self._keywords, whole)
 
     def names(self, group: Mapping[str, Any]) -> list[str]:

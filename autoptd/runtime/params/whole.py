@@ -20,9 +20,9 @@ nothing but that tensor's own values, gradient and state.
 from __future__ import annotations
 
 import math
-import operator
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -30,6 +30,7 @@ from torch import optim
 
 from autoptd.errors import PlanError
 from autoptd.ir.buffers import bytes_of
+from autoptd.ir.mesh import Mesh
 from autoptd.ir.rectangles import Rectangle
 from autoptd.program.pieces import flat_places, stored_by_groups, view_of
 from autoptd.program.specs import ParamSpec
@@ -60,7 +61,7 @@ def place_homes(specs: Sequence[ParamSpec], ranks: Sequence[int]) -> dict[str, i
 
 
 def _cost(spec: ParamSpec) -> int:
-    """Return the multiplications of a product with its own transpose, of which most of these optimizers consist."""
+    """Return the multiplications of a product with the transpose: most of these optimizers compute little else."""
     size = math.prod(spec.shape)
     return size * (min(spec.shape) if len(spec.shape) > 1 else 1) * spec.requires_grad
 
@@ -112,11 +113,7 @@ class Homes:
         # By the other end, in one order at both ends.
         self._out = _by(lambda leg: leg.home, [leg for leg in legs if leg.source == rank])
         self._home = _by(lambda leg: leg.source, [leg for leg in legs if leg.home == rank])
-        self._copied = {
-            other: [leg for leg in legs if leg.source == rank and other in leg.holders]
-            for other in ranks
-            if other != rank
-        }
+        self._copied: dict[int, list[Leg]] = {}
         copies = [leg for leg in legs if rank in leg.holders and rank != leg.source]
         self._copies = _by(lambda leg: leg.source, copies)
         collected, spread, copied = dict[Pair, int](), dict[Pair, int](), dict[Pair, int]()
@@ -124,9 +121,10 @@ class Homes:
             # A flag, values and gradient.
             _add(collected, leg.source, leg.home, 1 + 2 * leg.nbytes)
             _add(spread, leg.home, leg.source, leg.nbytes)
-            for holder in leg.holders:
-                if holder != leg.source:
-                    _add(copied, leg.source, holder, leg.nbytes)
+            for holder in set(leg.holders) - {leg.source}:
+                _add(copied, leg.source, holder, leg.nbytes)
+                if leg.source == rank:
+                    self._copied.setdefault(holder, []).append(leg)
         axes = [axis for axis in mesh.axes if axis not in mesh.stage_axes]
         self._collect = Exchange(self.world, axes, collected, COLLECT)
         self._spread = Exchange(self.world, axes, spread, SPREAD)
@@ -151,18 +149,12 @@ class Homes:
         program, mesh = self.params.program, self.world.mesh
         places = flat_places(program, self.world.pipeline_rank)
         groups: dict[tuple[str, ...], list[tuple[int, ...]]] = {}
-        # Along how many axes two ranks differ.
-        at = {rank: [mesh.place(rank, axis) for axis in mesh.axes] for rank in ranks}
-        apart = {
-            home: {rank: sum(map(operator.ne, at[home], at[rank])) for rank in ranks}
-            for home in set(homes.values())
-        }
         legs = []
         for spec in specs:
             home = homes[spec.name]
             for holders, parts in stored_by_groups(spec, mesh, ranks, places, groups):
                 # The copy that has the shortest way.
-                source = min(holders, key=apart[home].__getitem__)
+                source = min(holders, key=partial(_distance, mesh, home))
                 legs += [Leg(spec, home, source, holders, part) for part in parts]
         return legs
 
@@ -221,9 +213,9 @@ class Homes:
         received: Mapping[int, list[Leg]],
     ) -> None:
         """Send what `read` returns, by target, and write what comes, by source, to where it is stored."""
-        messages = {
-            target: torch.cat([bytes_of(read(leg)) for leg in legs]) for target, legs in sent.items() if legs
-        }
+        messages = {}
+        for target, legs in sent.items():
+            messages[target] = torch.cat([bytes_of(read(leg)) for leg in legs])
         found = exchange(messages)
         for source, legs in received.items():
             start = 0
@@ -298,6 +290,11 @@ def _described(value: Any) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return Large(value.shape, value.dtype) if value.dim() else value.detach().to("cpu", copy=True)
+
+
+def _distance(mesh: Mesh, one: int, other: int) -> int:
+    """Return along how many axes two ranks differ."""
+    return sum(mesh.place(one, axis) != mesh.place(other, axis) for axis in mesh.axes)
 
 
 def _nothing() -> None:

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from autoptd.ir.mesh import Mesh
 from autoptd.runtime.world.world import World
 
 # Source and target of a message.
@@ -26,7 +27,7 @@ class Exchange:
 
     def __init__(self, world: World, axes: Sequence[str], sizes: Mapping[Pair, int], site: str) -> None:
         self._world, self._sizes, self._site = world, sizes, site
-        at = {rank: [world.mesh.place(rank, axis) for axis in axes] for rank in {world.rank}.union(*sizes)}
+        at = {rank: _places(world.mesh, rank, axes) for rank in {world.rank}.union(*sizes)}
         own = at[world.rank]
         # By axis, the messages to each rank along it, and from each.
         self._hops: list[tuple[str, list[list[Pair]], list[list[Pair]]]] = []
@@ -34,7 +35,8 @@ class Exchange:
             if all(at[source][number] == at[target][number] for source, target in sizes):
                 continue
             degree = world.mesh.degree(axis)
-            to, from_ = ([list[Pair]() for _ in range(degree)] for _ in range(2))
+            to: list[list[Pair]] = [[] for _ in range(degree)]
+            from_: list[list[Pair]] = [[] for _ in range(degree)]
             for pair in sorted(sizes):
                 source, target = at[pair[0]], at[pair[1]]
                 # They have moved along the axes before, and are still at their source along later ones.
@@ -51,9 +53,19 @@ class Exchange:
         held = {(rank, target): message for target, message in messages.items()}
         none = torch.empty(0, dtype=torch.uint8, device=self._world.device)
         for axis, to, from_ in self._hops:
-            sent = [torch.cat([none, *(held.pop(pair) for pair in pairs)]) for pairs in to]
-            sizes = [[self._sizes[pair] for pair in pairs] for pairs in from_]
-            received = self._world.group((axis,)).all_to_all(sent, self._site, list(map(sum, sizes)))
-            for pairs, parts, data in zip(from_, sizes, received, strict=True):
-                held |= dict(zip(pairs, data.split(parts), strict=True))
+            sent = []
+            for pairs in to:
+                sent.append(torch.cat([none, *(held.pop(pair) for pair in pairs)]))
+            totals = [self._total(pairs) for pairs in from_]
+            received = self._world.group((axis,)).all_to_all(sent, self._site, totals)
+            for pairs, data in zip(from_, received, strict=True):
+                parts = data.split([self._sizes[pair] for pair in pairs])
+                held |= dict(zip(pairs, parts, strict=True))
         return {source: message for (source, _), message in held.items()}
+
+    def _total(self, pairs: Sequence[Pair]) -> int:
+        return sum(self._sizes[pair] for pair in pairs)
+
+
+def _places(mesh: Mesh, rank: int, axes: Sequence[str]) -> list[int]:
+    return [mesh.place(rank, axis) for axis in axes]

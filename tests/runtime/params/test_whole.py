@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import re
 from collections.abc import Callable, Iterable
 from itertools import product
 from pathlib import Path
@@ -448,6 +449,17 @@ def test_what_a_loop_may_not_do() -> None:
     pm.close()
 
 
+def test_a_gradient_of_some_ranks() -> None:
+    pm = parallel(tied_gpt(), t=2)
+    muon, _ = mixed(pm)
+    pm.step(*data(0))
+    parameters = pm.run.ranks.here[1].params.local  # type: ignore[union-attr]
+    parameters["transformer.h.0.mlp.c_fc.weight"].grad = None
+    with pytest.raises(PlanError, match=r"mlp.c_fc.weight: has a gradient on some ranks only"):
+        muon.step()
+    pm.close()
+
+
 def test_other_lists_of_optimizers(tmp_path: Path) -> None:
     pm = parallel(tied_gpt(), t=2, d=2)
     muon, adamw = mixed(pm)
@@ -490,3 +502,15 @@ def test_processes(tmp_path: Path, ranks: int) -> None:
     found = told(Path(__file__).parent / "whole_processes.py", ranks, str(tmp_path))
     assert found[0]["error"] <= 1e-9 and found[0]["resumed"] <= 1e-9
     assert all(one["refused"] for one in found)
+
+
+def test_the_page_is_run() -> None:
+    page = Path(__file__).parents[3] / "docs/howto/optimizers.md"
+    found: dict[str, Any] = {}
+    for block in re.findall(r"<!-- run: python -->\n```python\n(.*?)```", page.read_text(), re.S):
+        exec(compile(block, str(page), "exec"), found)
+    assert found["muon"].updates == found["adamw"].updates == 3
+    assert {name for homes in found["muon"].binding.homes.values() for name in homes.stored} == {
+        *found["inner"]
+    }
+    found["pm"].close()

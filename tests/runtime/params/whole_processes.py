@@ -1,6 +1,7 @@
 """Run by `test_whole.py` as one of 2 or 4 ranks over gloo: train with Muon and AdamW, save, load on another mesh, and go on.
 
-Each rank prints one JSON line: on rank 0, how far parameters and momentum are from those of one device, and those of the resumed run.
+Each rank prints one JSON line: on rank 0, how far parameters and momentum are from those of one device; then those of the
+resumed run.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from autoptd.errors import PlanError
 from autoptd.model.parallel_model import ParallelModel
 from tests.runtime.checkpoint.models import data, tied_gpt
 from tests.runtime.params.test_whole import Optimizers, Positional, mixed
-
 
 # The mesh that saves, and the one that loads.
 MESHES: dict[int, list[dict[str, Any]]] = {
