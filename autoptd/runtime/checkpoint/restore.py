@@ -34,7 +34,6 @@ from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.checkpoint.manifest import Manifest, decode, encode, fqn, rows_of
 from autoptd.runtime.checkpoint.read import Checkpoint, Want
-from autoptd.runtime.checkpoint.stage import NO_HOMES, Homes
 from autoptd.runtime.params.fingerprint import fingerprint_of_model
 from autoptd.runtime.params.parameters import RankParameters, owners
 from autoptd.runtime.params.parts import dtype_of
@@ -207,17 +206,17 @@ class Restoration:
         checkpoint: Checkpoint,
         params: RankParameters,
         state: OptimizerState | None,
-        homes: Homes = NO_HOMES,
+        homes: Mapping[str, torch.Tensor | None] | None = None,
     ) -> None:
-        self.checkpoint, self.params, self.state, self.homes = checkpoint, params, state, homes
-        self._at_home = {name: x for name, x in homes.items() if x is not None}
+        self.checkpoint, self.params, self.state, self.homes = checkpoint, params, state, homes or {}
+        self._at_home = {name: x for name, x in self.homes.items() if x is not None}
         self._specs = {spec.name: spec for spec in params.specs}
         self._reader = checkpoint.reader()
         manifest = checkpoint.manifest
         self._keys: dict[str, list[str]] = {}
         self._others: dict[str, list[str]] = {}
         for spec in params.specs if state is not None else ():
-            if spec.name in homes:
+            if spec.name in self.homes:
                 continue
             self._keys[spec.name], self._others[spec.name] = split_keys(manifest, spec)
         # The tensors of this rank, by parameter and key.
