@@ -256,8 +256,14 @@ def make_optimizer(
     if is_whole(cls):
         # What its constructor refuses, it refuses on all ranks.
         trial.check_whole()
-    with unguarded():
-        optimizer = named_class(_local_groups(cls, stepped, named_groups), **keywords)
+    try:
+        with unguarded():
+            optimizer = named_class(_local_groups(cls, stepped, named_groups), **keywords)
+    except Exception as error:
+        # It may be refused on this rank alone.
+        if len(ranks) == 1:
+            ranks[0].world.report_fault(error)
+        raise
     if cls not in ELEMENTWISE:
         groups = names_in_groups(trial, optimizer, run)
     optimizer.binding = Binding(tuple(ranks), run, groups, homes)

@@ -345,11 +345,11 @@ class ShapeTrial:
         return next(filter(None, map(self._differing, self._pairs())), "")
 
     def check_whole(self) -> None:
-        """Raise PlanError if the constructor refuses the model's parameters."""
+        """Raise PlanError if the constructor does not take the model's parameters."""
         try:
             self._of_the_model()
         except Exception as error:
-            fact = f"its constructor raises {type(error).__name__} for these parameters of the model: {error}"
+            fact = f"its constructor does not take these parameters of the model ({type(error).__name__}: {error})"
             remedy = "the names of those that it takes, such as ['*.mlp.*.weight'], and another pm.optimizer for the rest"
             raise PlanError(f"pm.optimizer({self._cls.__name__}, params)", fact, remedy) from error
 

@@ -337,6 +337,30 @@ def test_the_momentum_lives_at_home() -> None:
     pm.close()
 
 
+@pytest.mark.parametrize(
+    "mesh, there, back",
+    [
+        ({"d": 2}, [], ["dp"]),
+        ({"t": 2}, ["tp"], ["tp"]),
+        ({"t": 2, "d": 2}, ["tp"], ["tp", "dp"]),
+        ({"t": 2, "d": 2, "zero": 1}, ["tp", "dp"], ["tp", "dp"]),
+    ],
+    ids=str,
+)
+def test_one_call_for_each_axis(mesh: dict[str, int], there: list[str], back: list[str]) -> None:
+    """Replicas have a gradient already, so it need not travel over dp."""
+    pm = parallel(tied_gpt(), **mesh)
+    found = mixed(pm)
+    train(pm, found, range(1))
+    with pm.record() as record:
+        train(pm, found, range(1, 2))
+    for site, axes in (("optimizer: pieces to homes", there), ("optimizer: updates from homes", back)):
+        calls = [call for call in record.collectives if call.site == site]
+        assert [call.axis for call in calls if call.rank == 0] == axes
+        assert {call.kind for call in calls} <= {"all-to-all"}
+    pm.close()
+
+
 def test_homes_are_balanced() -> None:
     pm = parallel(gpt(4), batch(), t=2)
     matrices = [spec for spec in pm.program.params if is_matrix(spec.name, spec.shape)]
@@ -409,7 +433,10 @@ class Plain(torch.optim.Optimizer):
 @pytest.mark.parametrize(
     "cls, why",
     [
-        (torch.optim.Muon, r"raises ValueError .* Muon only supports 2D parameters .* another pm.optimizer"),
+        (
+            torch.optim.Muon,
+            r"does not take these .* \(ValueError: Muon only supports 2D parameters .* another pm.optimizer",
+        ),
         (
             NormOfAll,
             "whole = True, but its update of a tensor depends on which other tensors are in the group",
