@@ -199,7 +199,7 @@ MUTATIONS = (
     ),
     *planted(
         "autoptd/runtime/params/optimizer.py",
-        "tests/runtime/params/test_own_optimizers.py -k counts_once",
+        "tests/runtime/params/test_own_optimizers.py -k run_once",
         ('own.__wrapped__ if getattr(own, "hooked", False) else own', "own"),
     ),
     *planted(

@@ -301,3 +301,16 @@ def test_a_step_that_is_skipped_counts_once() -> None:
         assert opt.skipped == count and opt.step_was_skipped
         assert opt.param_groups[0]["params"][0].grad is gradient
     pm.close()
+
+
+def test_hooks_of_a_torch_class_run_once() -> None:
+    """Also if there was an instance of the class before, around whose `step` torch runs hooks from then on."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(2))])
+    pm = parallel(net(), t=2)
+    opt, calls = pm.optimizer(torch.optim.AdamW, lr=0.1), []
+    opt.register_step_pre_hook(lambda *_: calls.append("before"))
+    opt.register_step_post_hook(lambda *_: calls.append("after"))
+    pm.step(*batch(0))
+    opt.step()
+    assert calls == ["before", "after"]
+    pm.close()
