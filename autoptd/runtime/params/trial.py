@@ -85,7 +85,8 @@ def check_elementwise(
     own = own_methods(cls)
     if own and (reason := try_parts(cls, keywords, groups, has_pieces)):
         fact = f"derives from {base.__name__} and overrides its {own[0]}: {reason}"
-        remedy = f"{base.__name__}; or set elementwise = True on the class if that is intended"
+        remedy = f"{base.__name__}; or set whole = True on the class, with which it steps whole tensors, or elementwise = True "
+        remedy += "if that difference is intended"
         raise PlanError(f"optimizer {cls.__name__}", fact, remedy)
 
 

@@ -181,6 +181,16 @@ OPTIMIZERS = [
         top="class Muon(torch.optim.Optimizer):\n    def __init__(self, params, lr=1e-3):\n        super().__init__(params, dict(lr=lr))\n\n    @torch.no_grad()\n    def step(self, closure=None):\n        for g in self.param_groups:\n            for p in g['params']:\n                if p.grad is not None:\n                    p.add_(p.grad / (p.grad.norm() + 1e-6), alpha=-g['lr'])",
         more=BUILD.format(cls="Muon", more="lr=1e-2"),
     ),
+    Part(
+        "trust ratio, whole",
+        top="class Lars(torch.optim.Optimizer):\n    whole = True\n\n    def __init__(self, params, lr=1e-2):\n        super().__init__(params, dict(lr=lr))\n\n    @torch.no_grad()\n    def step(self, closure=None):\n        for g in self.param_groups:\n            for p in g['params']:\n                if p.grad is None:\n                    continue\n                m = self.state[p].setdefault('m', torch.zeros_like(p)).lerp_(p.grad, 0.5)\n                p.sub_(m * ((p.norm() + 0.1) / (m.norm() + 1e-3)), alpha=g['lr'])",
+        more=BUILD.format(cls="Lars", more="lr=1e-2"),
+    ),
+    Part(
+        "rows and columns, whole",
+        top="class Factored(torch.optim.SGD):\n    whole = True\n\n    @torch.no_grad()\n    def step(self, closure=None):\n        for g in self.param_groups:\n            for p in g['params']:\n                if p.grad is not None and p.ndim == 2:\n                    sides = [self.state[p].setdefault(f'side {d}', torch.ones(p.shape[1 - d], dtype=p.dtype)) for d in (0, 1)]\n                    for d, side in enumerate(sides):\n                        side.add_((p.grad ** 2).mean(d))\n                    p.grad /= torch.outer(sides[1], sides[0]).sqrt()\n        return super().step(closure)",
+        more=BUILD.format(cls="Factored", more="lr=1e-2, momentum=0.9"),
+    ),
     looped(
         "clamp through param_groups",
         "with torch.no_grad():\n    for g in optimizer.param_groups:\n        for p in g['params']:\n            p.clamp_(-0.2, 0.2)",
