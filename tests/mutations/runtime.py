@@ -200,7 +200,7 @@ MUTATIONS = (
     *planted(
         "autoptd/runtime/params/optimizer.py",
         "tests/runtime/params/test_own_optimizers.py -k run_once",
-        ('own.__wrapped__ if getattr(own, "hooked", False) else own', "own"),
+        ('if getattr(own, "hooked", False):', "if False:"),
     ),
     *planted(
         "autoptd/runtime/params/whole.py",

@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn, TypeVar
 
@@ -106,12 +107,12 @@ class NamedOptimizer(optim.Optimizer):
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
         own: Any = super().step
-        own = own.__func__
         # Hooks run around this method: not once more around that of a class with other instances.
-        own = own.__wrapped__ if getattr(own, "hooked", False) else own
+        if getattr(own, "hooked", False):
+            own = partial(own.__wrapped__, self)
         self.is_within = True
         try:
-            return own(self, *args, **kwargs)
+            return own(*args, **kwargs)
         finally:
             self.is_within = False
 
