@@ -217,6 +217,11 @@ def set_grad_dtype(leaf: torch.Tensor, dtype: torch.dtype) -> None:
         leaf.grad_dtype = dtype
 
 
+def uses_of(x: torch.Tensor) -> int:
+    """Return how many tensors and other owners refer to the memory of a tensor, this tensor included."""
+    return torch._C._storage_Use_Count(x.untyped_storage()._cdata)
+
+
 def mm_as(a: torch.Tensor, b: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """Return a @ b in `dtype`, rounded once: the GEMM itself adds up in at least that."""
     if a.dtype == dtype:

@@ -43,7 +43,8 @@ WRONG: dict[str, tuple[Any, ...]] = {
     "loss_scale": ("a", "1.0", True, [], float("nan"), -1.0),
     "initial_loss_scale": ("a", True, [], float("nan"), 0),
     "min_loss_scale": ("a", True, [], float("nan"), 0),
-    "zero": ("a", 2, 3, True, []),
+    "zero": ("a", 4, -1, True, []),
+    "reshard_after_forward": ("a", 1, []),
     "recompute": ("a", True, 1, [], [1], {}),
     "memory": ("a", 0, -1, True, [], 10**400),
     "machine": ("a", 1, [], {"flops": "fast"}),
@@ -59,6 +60,7 @@ WITH: dict[str, dict[str, Any]] = {
     "program_cache": {"shapes": "exact"},
     "dp_shard": {"zero": 1, "d": 2},
     "reduce_dtype": {"zero": 1, "d": 2},
+    "reshard_after_forward": {"zero": 3, "d": 2},
     "recompute_num_layers": {"recompute": "full"},
     **{name: {"precision": "fp16-mixed"} for name in SCALE},
 }
@@ -128,6 +130,7 @@ def test_remedies_for_keywords_of_other_tools_work() -> None:
                 continue
             if value and name != "order":
                 asked = {
+                    "reshard_after_forward": {"zero": 3},
                     "sequence_parallel": {"t": 2},
                     "schedule": {"p": 2, "v": 2 if "inter" in value else 1},
                 }

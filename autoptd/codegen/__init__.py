@@ -3,6 +3,7 @@
 from autoptd.codegen.body import collective_bytes, conversion_work, origin_text
 from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses
 from autoptd.codegen.files import About, ProgramFiles, StageFile, write_program
+from autoptd.codegen.layers import own_layers
 from autoptd.codegen.parts import Crossing, crossings
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "counted_losses",
     "crossings",
     "origin_text",
+    "own_layers",
     "write_program",
 ]

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -72,13 +72,15 @@ class About:
     """Describe a stage for its reader.
 
     `header` begins its file, `legend` explains the abbreviations of collectives, `ranks` is the pipeline rank
-    of every stage, and `sums` are the lines about reductions once per step.
+    of every stage, `ends` are headings with lines about reductions and gathers, and `gathered` says of layers how their
+    parameters arrive.
     """
 
     header: Sequence[str]
     legend: Sequence[str]
     ranks: Sequence[int]
-    sums: Sequence[str]
+    ends: Sequence[tuple[str, Sequence[str]]]
+    gathered: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -189,7 +191,8 @@ def write_stage(
     # A batch sum that only other sums depend on is not in the body.
     for number, sums in enumerate(batch_sums((*part.body, *part.summed))):
         write_sums(writer, number, sums, part.given)
-    _write_sums(writer, about.sums)
+    for heading, lines in about.ends:
+        _write_end(writer, heading, lines)
     writer = with_header(writer, about.header, about.legend)
     return StageFile(
         text="\n".join(writer.lines) + "\n" + FOOTER.format(stage=part.index),
@@ -227,7 +230,7 @@ def _write_forward(
         write_body(writer, part.body[end : call.start], names, mesh, express)
         method = methods[method_key(call)]
         if isinstance(method, Layer):
-            write_run(writer, method, call, names, text)  # type: ignore[arg-type]
+            write_run(writer, method, call, names, text, about.gathered)  # type: ignore[arg-type]
         else:
             write_method_call(writer, method, part.index, names, text)
         end = call.end
@@ -264,12 +267,12 @@ def _own_nodes(part: Part) -> list[Node]:
     return own + part.body[end:]
 
 
-def _write_sums(writer: Writer, sums: Sequence[str]) -> None:
-    """Write comments on the reductions of this stage's pipeline rank after all its microbatches."""
-    if sums:
+def _write_end(writer: Writer, heading: str, lines: Sequence[str]) -> None:
+    """Write comments on what this stage's pipeline rank does outside of its operators."""
+    if lines:
         writer.lines += ["", ""]
-        writer.comment(0, "After the last microbatch, for the parameters of this stage:")
-        for line in sums:
+        writer.comment(0, heading)
+        for line in lines:
             writer.comment(0, f"- {line}")
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 from torch.fx import Node
@@ -86,7 +86,7 @@ def make_layer(run: Run, outside: Callable[[Node], str], taken: Collection[str])
     for j in repeat.carried:
         carried[j] = _free(carried_name(repeat, j), {*weights.values(), *carried.values()})
     outer: dict[tuple[Node, ...], str] = {}
-    for nodes in _outer_operands(repeat):
+    for nodes in outer_operands(repeat):
         here = nodes[run.first]
         wanted = note(here).name if note(here).kind in ("param", "buffer") else outside(here)
         # `attn_mask` if layers get different masks: the name of the first, `local_mask`, would be wrong for
@@ -156,19 +156,31 @@ def write_method(writer: Writer, method: Method, mesh: Mesh) -> None:
 
 
 def write_run(
-    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+    writer: Writer,
+    layer: Layer,
+    run: Run,
+    names: dict[Node, str],
+    outside: Callable[[Node], str],
+    gathered: Mapping[str, str],
 ) -> None:
-    """Write the calls of a layer in forward: a loop, or one call."""
+    """Write the calls of a layer in forward: a loop, or one call. `gathered` says of layers how their parameters arrive."""
     writer.gap()
+    first = [weights.path(run.first) for weights in layer.weights if weights.kind == "param"]
+    text = gathered.get(first[0], "") if first else ""
     if run.count == 1:
-        _write_call(writer, layer, run, names, outside)
+        _write_call(writer, layer, run, names, outside, text)
     else:
-        _write_loop(writer, layer, run, names, outside)
+        _write_loop(writer, layer, run, names, outside, text)
     writer.gap()
 
 
 def _write_call(
-    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+    writer: Writer,
+    layer: Layer,
+    run: Run,
+    names: dict[Node, str],
+    outside: Callable[[Node], str],
+    gathered: str,
 ) -> None:
     # In the order of `Layer.arguments`.
     passed = [str(run.steps.first)] if layer.takes_i else []
@@ -181,12 +193,19 @@ def _write_call(
         # A round of several layers shows its first and its last.
         ends = dict.fromkeys([paths[0], paths[-1]])
         writer.comment(2, " and ".join(ends))
+    if gathered:
+        writer.comment(2, gathered)
     results = [names[node] for node in run.finals]
     writer.add(2, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
 
 
 def _write_loop(
-    writer: Writer, layer: Layer, run: Run, names: dict[Node, str], outside: Callable[[Node], str]
+    writer: Writer,
+    layer: Layer,
+    run: Run,
+    names: dict[Node, str],
+    outside: Callable[[Node], str],
+    gathered: str,
 ) -> None:
     steps = run.steps
     results = [names[node] for node in run.finals]
@@ -215,6 +234,8 @@ def _write_loop(
         comment = f"{modules[0].path(run.first)} to {modules[-1].path(run.stop - 1)}"
     counter = "i" if any(re.search(r"\bi\b", text) for text in passed) else "_"
     writer.add(2, f"for {counter} in range({bounds}):", comment)
+    if gathered:
+        writer.comment(3, gathered)
     writer.add(3, f"{', '.join(results)} = {call_text(layer.name, layer.recipe, passed)}")
 
 
@@ -242,7 +263,7 @@ def _weight_names(repeat: Repeat) -> dict[Weights, str]:
     return names
 
 
-def _outer_operands(repeat: Repeat) -> list[tuple[Node, ...]]:
+def outer_operands(repeat: Repeat) -> list[tuple[Node, ...]]:
     """Return the operands of a round that are neither its weights nor results of the previous round.
 
     Each is one node per round. Values come in order of first use, parameters and buffers last.

@@ -4,7 +4,8 @@ In: a TRACED graph, the context of a request and its passes, and a function that
 Out: the program with its graph and context. If everything fits, nothing changes. Otherwise the options that the request
 leaves open are used in this order:
 
-- zero="auto": replicas and context ranks shard the optimizer state, which takes no longer.
+- zero="auto": replicas and context ranks shard the optimizer state, which takes no longer; if nothing below makes the
+  program fit, gradients and parameters as well (zero=2, zero=3).
 - recompute="auto": every pipeline rank recomputes as much as it needs to fit (`passes/kept/keep.py`).
 - the layout over tp, tokens included with sequence_parallel="auto", at a price for bytes: the fastest of all
   layouts that fit, since splitting tokens may take less memory and less time.
@@ -132,10 +133,19 @@ def place(run: RunPasses, ctx: Context) -> Placed | TooFull:
         placed = search.solve(search.first)
         if not isinstance(placed, TooFull) and not any(cut_of(placed[1]).again_seconds):
             return placed
-        ctx = _with_zero(ctx, 1)
-    elif ctx.options.zero.stage == "auto":
+        return _least_zero(run, ctx)
+    if ctx.options.zero.stage == "auto":
         ctx = _with_zero(ctx, 0)
     return _Search(run, ctx).best()
+
+
+def _least_zero(run: RunPasses, ctx: Context) -> Placed | TooFull:
+    """Run the passes with the lowest of ZeRO's stages that fits: 2 and 3 communicate more than 1."""
+    for stage in (1, 2, 3):
+        found = _Search(run, _with_zero(ctx, stage)).best()
+        if not isinstance(found, TooFull):
+            break
+    return found
 
 
 def _with_zero(ctx: Context, zero: int) -> Context:

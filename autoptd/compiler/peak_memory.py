@@ -71,6 +71,9 @@ def _peak(program: Program, place: int) -> Peak:
     with live, unguarded():
         world = ShapeWorld(rank, program.mesh)
         params = RankParameters(program, world, _Shapes(program.params))
+        for bucket in params.shared:
+            live.resized(bucket.use.untyped_storage())
+            bucket.on_resize = live.resized
         executor = _Rehearsal(program, world, params)
         watch = _Watch(live)
         executor.rehearse(watch)
@@ -104,6 +107,7 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.now = self.most = 0
         self._alive: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._bytes: dict[int, int] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -117,16 +121,22 @@ class LiveBytes(TorchDispatchMode):
     def add(self, x: torch.Tensor) -> None:
         """Count the storage of a tensor, once."""
         storage = x.untyped_storage()
-        key, nbytes = storage._cdata, storage.nbytes()
+        key = storage._cdata
         if key in self._alive:
             return
 
         def end(_: Any) -> None:
             del self._alive[key]
-            self.now -= nbytes
+            self.now -= self._bytes.pop(key)
 
-        self._alive[key] = weakref.ref(storage, end)
-        self.now += nbytes
+        self._alive[key], self._bytes[key] = weakref.ref(storage, end), 0
+        self.resized(storage)
+
+    def resized(self, storage: torch.UntypedStorage) -> None:
+        """Count the present size of a storage that is counted."""
+        key, nbytes = storage._cdata, storage.nbytes()
+        self.now += nbytes - self._bytes[key]
+        self._bytes[key] = nbytes
         self.most = max(self.most, self.now)
 
 

@@ -58,7 +58,9 @@ class Writer:
         transfers = plan_transfers(
             crossings, ctx.ranks, options.mesh, options.ranks.p2p, options.rank_machine
         )
-        params, parts = param_specs(graph, captured, options, self.handed), update_parts(updates)
+        layers = codegen.own_layers(graph, crossing, len(ctx.ranks)) if "use" in options.scopes else {}
+        params = param_specs(graph, captured, options, self.handed, layers)
+        parts = update_parts(updates)
         buckets = buckets_of_ranks(params, orders, ctx.ranks, options.mesh)
         about = about_stages(options, self.batch, buckets, ctx.ranks, ctx.wgrad_sink)
         with activity("write stage files", is_brief=True):
@@ -77,7 +79,7 @@ class Writer:
             stages=tuple(stage_spec(k, file) for k, file in enumerate(files.stages)),
             orders=orders,
             sources=files.sources,
-            collectives=tuple(collectives(graph, options, transfers, buckets, ctx.ranks, parts)),
+            collectives=tuple(collectives(graph, options, transfers, buckets, orders, ctx.ranks, parts)),
             lines=files.lines,
             seed=options.seed,
             dropouts=dropout_specs(self.record.graphs["CUT"]),

@@ -77,6 +77,8 @@ class Kind(Enum):
 SENDS = (Kind.SEND_F, Kind.SEND_B)
 RECVS = (Kind.RECV_F, Kind.RECV_B)
 COMPUTES = (Kind.F, Kind.B, Kind.W)
+# Those that add to gradients.
+BACKWARD = (Kind.B, Kind.W)
 # Kind, stage, microbatch, peer.
 _TEXT = re.compile(r"(SEND_F|SEND_B|RECV_F|RECV_B|REDUCE|F|B|W)(\d+)(?:\.(\d+))?(?:[<>](\d+))?")
 

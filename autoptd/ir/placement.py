@@ -39,8 +39,10 @@ from autoptd.ir.layout import Layout
 from autoptd.ir.mesh import AXES, Mesh, Role, SubAxis, base, joined, parts_of, role_of
 from autoptd.ir.types import CONVERSIONS, FLAT, Conversion, R, ValueType
 
-# How often storage becomes use: once per step, or for every microbatch.
-Scope = Literal["step", "microbatch"]
+# How often storage becomes use: once per update of the parameters; or, with ZeRO's stage 3, once per step, per run of
+# actions of one stage, or per forward and backward of a layer. Gradients are reduced as often, but once a step for
+# "update".
+Scope = Literal["update", "step", "run", "use"]
 SUMS = frozenset({"all-reduce", "reduce-scatter"})
 # Gradients are summed over replicas first, then over context ranks, then within a layer, then over the owners
 # of a tied parameter.
@@ -231,6 +233,8 @@ def bytes_per_element(
     has_master: bool = False,
     has_main_grad: bool = False,
     parts: int = 1,
+    gradient_parts: int = 1,
+    parameter_parts: int = 1,
 ) -> StateBytes:
     """Count the bytes that a rank holds per element of a parameter, by purpose, in AdamW's terms.
 
@@ -240,10 +244,14 @@ def bytes_per_element(
     | float32, zero=1       | 4         | 4        | -      | 8 / k   | 8 + 8 / k       |
     | precision="bf16"      | 2         | 4        | 4      | 8       | 18              |
     | precision="bf16", zero=1 | 2      | 4        | 4 / k  | 8 / k   | 6 + 12 / k      |
+    | precision="bf16", zero=2 | 2      | 4 / k    | 4 / k  | 8 / k   | 2 + 16 / k      |
+    | precision="bf16", zero=3 | 0      | 4 / k    | 4 / k  | 8 / k   | 16 / k          |
 
     `use`, `storage` and `sums` are the sizes of the dtypes in which stages compute, the optimizer steps and gradients
     accumulate. `has_main_grad`: there is a gradient in the dtype of the parameter, too. `parts`: the number of ranks that
-    divide the optimizer's state.
+    divide the optimizer's state, and `gradient_parts` and `parameter_parts` of those that divide gradients and parameters:
+    stages use copies of the masters of divided parameters.
     """
-    gradient = sums + (use if has_main_grad else 0)
-    return StateBytes(use, gradient, storage / parts if has_master else 0, 2 * storage / parts)
+    gradient = (sums + (use if has_main_grad else 0)) / gradient_parts
+    parameter = 0 if has_master and parameter_parts > 1 else use / parameter_parts
+    return StateBytes(parameter, gradient, storage / parts if has_master else 0, 2 * storage / parts)

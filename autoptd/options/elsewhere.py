@@ -17,8 +17,8 @@ SCALE = (
 RANKS = "leave it out: t * p * d ranks run, as many as torchrun starts (--nproc-per-node)"
 ROWS = "num_microbatches=m: a replica's rows of the batch are divided by it"
 ZERO = (
-    "zero=1 divides the optimizer's state over the replicas, Zero(shard=8) over groups of 8; stages 2 and 3 "
-    "are not implemented"
+    "zero=1 divides the optimizer's state over the replicas, zero=2 gradients too, zero=3 parameters too; Zero(3, shard=8) "
+    "over groups of 8, Zero(3, reshard_after_forward=False) gathers once a step"
 )
 RECOMPUTE = 'recompute="full", "selective" or "auto"; torch.utils.checkpoint in the model is followed'
 CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) after pm.step"
@@ -80,7 +80,7 @@ _REMEDIES = {
     RANKS: "world_size nproc nproc_per_node num_gpus n_gpus ngpus num_nodes nnodes num_processes rank local_rank",
     ZERO: (
         "zero_stage zero_optimization fsdp fsdp2 sharding_strategy use_distributed_optimizer distributed_optimizer "
-        "data_parallel_shard_degree reshard_after_forward optimizer_sharding"
+        "data_parallel_shard_degree optimizer_sharding"
     ),
     RECOMPUTE: (
         "gradient_checkpointing activation_checkpointing activation_checkpoint recompute_granularity recompute_method "

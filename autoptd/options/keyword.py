@@ -28,7 +28,6 @@ class Missing(NamedTuple):
 NOT_YET = {
     "context": Missing("attention over rotating keys", ("auto", "ulysses", "all_gather", None)),
     "summa": Missing("SUMMA", (False, None)),
-    "zero": Missing("ZeRO beyond its first stage", (0, 1, "auto", None)),
     "dropout_exact": Missing("fused attention with its own random numbers", (True,)),
 }
 

@@ -19,7 +19,7 @@ from autoptd.errors import PlanError
 from autoptd.ir.actions import SCHEDULES, ZERO_BUBBLE, check_schedule
 from autoptd.ir.machine import Machine, find_machine, machine_names
 from autoptd.ir.mesh import DEGREES, Mesh
-from autoptd.ir.placement import Sharing, StateBytes, bytes_per_element, check_sharing, sharing_of
+from autoptd.ir.placement import Scope, Sharing, StateBytes, bytes_per_element, check_sharing, sharing_of
 from autoptd.ir.plan import Plan
 from autoptd.ir.types import ZIGZAG
 from autoptd.options.keyword import FOR_TRAINING, IN_PLAN, check_kinds, keyword, settings_of
@@ -145,6 +145,10 @@ class Options:
             fact = f"with precision={self.precision!r} gradients already add up in float32"
             raise PlanError("accumulate_allreduce_grads_in_fp32=True", fact, "leave it out")
         check_sharing(self.mesh, self.sharing_ranks)
+        if self.zero.reshard_after_forward is True and self.fuse.backend == "inductor":
+            fact = "torch's compiler reads the parameters of a layer where no gather can be waited for"
+            remedy = "reshard_after_forward=False, or fuse='triton' or 'eager'"
+            raise PlanError("reshard_after_forward=True, and fuse='inductor'", fact, remedy)
 
     def _check_precision(self) -> None:
         """Check that a loss scale is asked for only where there is one."""
@@ -185,23 +189,33 @@ class Options:
         return (self.zero.shard or self.d * self.c) if self.zero.stage else 1
 
     @property
+    def scopes(self) -> tuple[Scope, Scope]:
+        """How often divided parameters are gathered, and how often their gradients are reduced."""
+        # Torch's compiler reads parameters where no gather can be waited for.
+        is_run = self.p > 1 or self.fuse.backend == "inductor"
+        of_choice: dict[bool | str, Scope] = {True: "use", False: "step", "auto": "run" if is_run else "use"}
+        scope = of_choice[self.zero.reshard_after_forward]
+        return (scope if self.zero.stage == 3 else "update"), (scope if self.zero.stage in (2, 3) else "step")
+
+    @property
     def sharing(self) -> Sharing:
         """How ranks share the storage of parameters."""
         return sharing_of(self.mesh, self.sharing_ranks)
 
     def state_bytes(self, itemsize: int) -> StateBytes:
         """Return the bytes per element of a trained parameter that stages use in a dtype of `itemsize` bytes."""
-        wide = max(itemsize, 4)
+        wide, ranks = max(itemsize, 4), self.sharing_ranks
+        # With other scopes a rank has whole ones at some time in a step.
+        divided = [ranks if scope == "use" else 1 for scope in self.scopes]
+        parts: dict[str, Any] = {"parts": ranks, "parameter_parts": divided[0], "gradient_parts": divided[1]}
         if self.precision:
             # Under autocast, parameters that are read in float32 have no copy.
             has_master = not self.is_mixed or itemsize < wide
-            return bytes_per_element(itemsize, wide, wide, has_master=has_master, parts=self.sharing_ranks)
+            return bytes_per_element(itemsize, wide, wide, has_master=has_master, **parts)
         # The sum of a float32 parameter is its gradient; float64 ones have no float32 gradient.
         has_main_grad = self.hooks.fp32_gradients and itemsize < 4
         sums = wide if has_main_grad else itemsize
-        return bytes_per_element(
-            itemsize, itemsize, sums, has_main_grad=has_main_grad, parts=self.sharing_ranks
-        )
+        return bytes_per_element(itemsize, itemsize, sums, has_main_grad=has_main_grad, **parts)
 
     @property
     def rank_machine(self) -> Machine:

@@ -186,18 +186,23 @@ class Zero:
     """How replicas share the storage of parameters (Rajbhandari et al. 2020).
 
     stage: 1 divides the optimizer's state over replicas, and over c: each updates a range of the parameters, which are
-        gathered after the update. The numbers are those of stage 0. "auto": where it takes that to fit into `memory`.
+        gathered after the update. 2 divides gradients too, which are reduced whenever they would take room. 3 divides the
+        parameters as well, frozen ones included, which are gathered for their uses. The numbers are those of stage 0. "auto":
+        the lowest that fits into `memory`.
     shard: neighbors that share one copy of that state (`dp_shard`), a divisor of d*c; None: all. The others hold copies
         (torch's hybrid sharding).
     reduce_dtype: "bf16" sends gradients to the replicas that sum them in 16 bits; they add up in float32. Sums over copies of
         a shard, over tp and over the owners of tied parameters stay in float32, since they are small.
+    reshard_after_forward: with stage 3, when gathered parameters are freed (FSDP2's name). True: a layer's after
+        each forward and backward, so that a rank has about two layers at a time; False: after the step, so that each is
+        gathered once; "auto": with a pipeline when a rank turns to another of its stages, else as True.
     """
 
     stage: int | str = keyword(
         1,
         "stage",
-        "ZeRO stage: 0, 1 (optimizer state) or auto",
-        choices=(0, 1, "auto"),
+        "ZeRO stage: 0, 1 (optimizer state), 2 (gradients), 3 (parameters) or auto",
+        choices=(0, 1, 2, 3, "auto"),
         name="zero",
         **IN_PLAN,
     )
@@ -211,12 +216,24 @@ class Zero:
     reduce_dtype: str = keyword(
         "fp32", "choice", "dtype of reduced gradients (zero=1)", choices=REDUCE_DTYPES, **IN_PLAN
     )
+    reshard_after_forward: bool | str = keyword(
+        "auto",
+        "choice",
+        "when gathered parameters are freed (zero=3): true, after every use; false, after the step",
+        choices=(True, False, "auto"),
+        **IN_PLAN,
+    )
 
     def __post_init__(self) -> None:
         check_kinds(self)
         if self.reduce_dtype != "fp32" and not self.stage:
             fact = "without zero=1 an all-reduce sums gradients, which would add up in 16 bits"
             raise PlanError(f"reduce_dtype={self.reduce_dtype!r}", fact, "zero=1, or leave it out")
+        if self.reshard_after_forward != "auto" and self.stage != 3:
+            fact = "parameters are divided with zero=3 only"
+            raise PlanError(
+                f"reshard_after_forward={self.reshard_after_forward!r}", fact, "zero=3, or leave it out"
+            )
         if self.shard is not None and not self.stage:
             remedy = "zero=1, or leave dp_shard out"
             raise PlanError(f"dp_shard={self.shard}", "replicas share nothing without zero=1", remedy)

@@ -26,9 +26,10 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import NamedTuple
 
-from autoptd.ir.actions import Action, Kind, Orders, ranks_of_stages
+from autoptd.ir.actions import BACKWARD, Action, Orders, ranks_of_stages
 from autoptd.ir.mesh import AXES, Mesh, Role, base, is_sub_axis, joined, parts_of, role_of
-from autoptd.ir.placement import AxisConversion, itemsize, joined_sums
+from autoptd.ir.placement import AxisConversion, Scope, itemsize, joined_sums
+from autoptd.program.gathers import Unit
 from autoptd.program.specs import Collective, ParamSpec
 from autoptd.program.state_memory import StateMemory
 
@@ -39,10 +40,8 @@ SMALLEST, LARGEST, BUCKETS = 8 * 2**20, 100 * 2**20, 4
 ALIGNMENT = 64
 # Roles of the axes whose sums may start inside a backward; program/calls.py proves that they may.
 EARLY = (Role.BATCH,)
-# Actions that add to gradients.
-BACKWARD = (Kind.B, Kind.W)
 # Prefixes of the sites of these sums.
-GRADIENTS, TIED, UPDATED = "gradients ", "tied gradients ", "updated "
+GRADIENTS, TIED, UPDATED, GATHERED = "gradients ", "tied gradients ", "updated ", "parameters "
 
 
 @dataclass(frozen=True)
@@ -63,11 +62,28 @@ class BucketPlan:
     @property
     def early(self) -> tuple[AxisConversion, ...]:
         """The first sum, if it may start inside a backward; the others wait until all actions are done."""
+        first = self.sums[:1]
+        # Reduced at fixed places of the program, before and after other calls.
+        if self.sum_scope != "step":
+            return first
         return tuple(
-            step
-            for step in self.sums[:1]
-            if step.role in EARLY and self.busy.isdisjoint(map(base, step.axes))
+            step for step in first if step.role in EARLY and self.busy.isdisjoint(map(base, step.axes))
         )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether stages use its parameters in memory that exists only while they do."""
+        return self.params[0].is_apart
+
+    @property
+    def unit(self) -> Unit:
+        """The parameters that are gathered and freed together with it."""
+        first = self.params[0]
+        return Unit(first.stages, first.unit if first.scope == "use" else "", first.scope)
+
+    @property
+    def sum_scope(self) -> Scope:
+        return self.params[0].sum_scope
 
     @property
     def late(self) -> tuple[AxisConversion, ...]:
@@ -91,8 +107,8 @@ class BucketPlan:
 
     @property
     def gather_site(self) -> str:
-        """The site of the gather of its parameters after an update, in errors and records."""
-        return self.site.replace(GRADIENTS, UPDATED, 1)
+        """The site of the gather of its parameters, after an update or for their uses, in errors and records."""
+        return self.site.replace(GRADIENTS, GATHERED if self.is_apart else UPDATED, 1)
 
     @property
     def sharing_axes(self) -> tuple[str, ...]:
@@ -142,6 +158,12 @@ class BucketPlan:
         """Return the bytes of the parameters gathered after an update, in the dtype of their use."""
         return self.numel(mesh) * itemsize(self.params[0].use.dtype) if self.sharing_axes else 0
 
+    def used_bytes(self, mesh: Mesh) -> int:
+        """Return the bytes of its parameters between steps, other than masters."""
+        if not self.is_apart:
+            return self.gathered_bytes(mesh)
+        return 0 if self.params[0].has_master else self.range_bytes(mesh)
+
     def range_bytes(self, mesh: Mesh) -> int:
         """Return the bytes of the range that a rank stores of it, padding included."""
         return self.numel(mesh) // self.parts(mesh) * itemsize(self.params[0].storage.dtype)
@@ -154,6 +176,12 @@ class BucketPlan:
         for place in self.places(mesh):
             elements += max(0, min(place.end, start + width) - max(place.start, start))
         return elements * itemsize(self.params[0].storage.dtype)
+
+
+def units_of(plans: Iterable[BucketPlan]) -> list[Unit]:
+    """Return the units of the buckets whose parameters are gathered for their uses, in the model's order."""
+    ordered = sorted((plan for plan in plans if plan.is_apart), key=lambda plan: plan.number)
+    return list(dict.fromkeys(plan.unit for plan in ordered))
 
 
 class Place(NamedTuple):
@@ -199,7 +227,7 @@ def plan_each(
     held: dict[int, list[tuple[int, ParamSpec, tuple[int, ...]]]] = {}
     for number, spec in enumerate(params):
         owners = spec.owners(ranks)
-        for owner in owners if spec.requires_grad else ():
+        for owner in owners if spec.requires_grad or spec.is_apart else ():
             held.setdefault(owner, []).append((number, spec, owners))
     return [_plan(held.get(one, []), orders[one], mesh, most, frozenset(busy)) for one in pipeline_ranks]
 
@@ -222,10 +250,15 @@ def _plan(
     runs: dict[tuple[object, ...], list[tuple[int, int, list[ParamSpec]]]] = {}
     for number, spec, owners in held:
         # Types are over all mesh axes, also those of one rank.
-        sums = joined_sums([step for step in spec.sums if _group_size(step, owners, mesh) > 1], mesh)
+        steps = spec.sums if spec.requires_grad else ()
+        sums = joined_sums([step for step in steps if _group_size(step, owners, mesh) > 1], mesh)
         # Tied ones are not grouped by when they complete, which differs from owner to owner.
         dtypes = (spec.storage.sum_dtype, spec.storage.dtype, spec.use.dtype, spec.wire_dtype)
-        key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1)
+        # They are gathered, or their gradients reduced, at other times.
+        apart = (
+            () if spec.is_whole else (spec.sharing_axes, spec.stages, spec.scope, spec.sum_scope, spec.unit)
+        )
+        key = (sums, owners, dtypes, completed(spec) if len(owners) == 1 else -1, spec.requires_grad, apart)
         lists, nbytes = runs.setdefault(key, []), spec.grad_bytes(mesh)
         if lists and lists[-1][0] + nbytes <= most:
             before, first, run = lists[-1]
@@ -253,14 +286,30 @@ def state_memory(params: Sequence[ParamSpec], orders: Orders, mesh: Mesh, rank: 
     trained = [spec for spec in own if spec.requires_grad]
     masters = [spec for spec in own if spec.has_master]
     return StateMemory(
-        parameters=sum(plan.gathered_bytes(mesh) for plan in shared)
+        parameters=sum(plan.used_bytes(mesh) for plan in shared)
         + sum(spec.local_bytes(mesh) for spec in own),
-        gradients=sum(plan.nbytes(mesh) for plan in plans)
+        gradients=_gradient_bytes(plans, mesh, [stage for stage, at in enumerate(ranks) if at == place])
         + sum(spec.local_bytes(mesh) for spec in trained if spec.has_main_grad),
         masters=sum(plan.range_bytes(mesh) for plan in shared if plan.params[0].has_master)
         + _stored_bytes(masters, mesh),
-        moments=2 * sum(plan.piece_bytes(mesh, rank) for plan in shared) + 2 * _stored_bytes(trained, mesh),
+        moments=2 * sum(plan.piece_bytes(mesh, rank) for plan in shared if plan.params[0].requires_grad)
+        + 2 * _stored_bytes(trained, mesh),
     )
+
+
+def _gradient_bytes(plans: Sequence[BucketPlan], mesh: Mesh, stages: Sequence[int]) -> int:
+    """Return the bytes of whole gradients at once, and of the ranges that are left of others; of a rank with `stages`."""
+    trained = [plan for plan in plans if plan.params[0].requires_grad]
+    total = sum(plan.nbytes(mesh) for plan in trained if plan.sum_scope == "step")
+    largest: dict[object, int] = {}
+    for plan in trained:
+        if plan.sum_scope != "step":
+            total += plan.nbytes(mesh) // plan.parts(mesh)
+            # With "run" those of a stage are complete together, else of one bucket.
+            here = tuple(stage for stage in stages if stage in plan.params[0].stages)
+            run: object = here if plan.sum_scope == "run" else plan
+            largest[run] = largest.get(run, 0) + plan.nbytes(mesh)
+    return total + max(largest.values(), default=0)
 
 
 def _stored_bytes(specs: Sequence[ParamSpec], mesh: Mesh) -> int:
@@ -314,7 +363,7 @@ def _line(plans: Sequence[BucketPlan], mesh: Mesh) -> str:
         text = ", then ".join(over)
         text = text if text.startswith("over") else f"over {text}"
         parts.append(f"{kind} {'its range' if parts else count} {text}")
-    if plans[0].sharing_axes:
+    if plans[0].sharing_axes and not plans[0].is_apart:
         parts.append("what it updates of them is gathered")
     return "; ".join(parts)
 

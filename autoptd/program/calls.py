@@ -115,7 +115,8 @@ def expected_calls(
                 site=call_site(collective),
                 why=collective.why,
             )
-            calls[call] += 1 if is_once else program.num_microbatches
+            times = collective.times if training else collective.evaluation_times
+            calls[call] += times if is_once else program.num_microbatches
     return calls
 
 
@@ -142,7 +143,7 @@ def check_call_order(
     busy = _calls_in_actions(collectives)
     for rank, plans in enumerate(buckets):
         for plan in plans:
-            for axis, _ in plan.early:
+            for axis, _ in plan.early if plan.sum_scope == "step" else ():
                 if (rank, axis) in busy:
                     fact = f"may start in a backward of pipeline rank {rank}, which has calls over {axis}: {busy[rank, axis]}"
                     raise InternalError(plan.site, fact)

@@ -52,7 +52,7 @@ from autoptd.program.specs import (
 from autoptd.program.state_memory import StateMemory
 
 # The version of the format of program.json, and of the functions that emitted files call.
-VERSION = 13
+VERSION = 14
 Spec = TypeVar("Spec")
 
 

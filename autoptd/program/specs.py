@@ -65,7 +65,8 @@ class ParamSpec:
     """One parameter of the model, under all of its names (`aliases`, `name` first).
 
     `storage` is the type that the optimizer steps, `use` the type that stages compute with, and `scope` how
-    often storage is converted to use (see `ir/placement.py`). `shape` and `dims` are global, `stages` are the
+    often storage is converted to use (see `ir/placement.py`), `sum_scope` how often its gradient is reduced.
+    `shape` and `dims` are global, `stages` are the
     stages that use it. `adds` has, for each of them, how often the backward (and W) of one microbatch adds to
     the gradient; empty for once each. `dtype` is the dtype of the parameter in the user's model.
     `has_master`: storage is a separate tensor from the one that stages use, usually with more bits ("master
@@ -81,7 +82,10 @@ class ParamSpec:
     stages: tuple[int, ...]
     storage: Placement
     use: Placement
-    scope: Scope = "step"
+    scope: Scope = "update"
+    sum_scope: Scope = "step"
+    # With the scope "use": the layer that it is gathered with; "" for none.
+    unit: str = ""
     why: str = ""
     adds: tuple[int, ...] = ()
     dtype: str = ""
@@ -99,6 +103,16 @@ class ParamSpec:
                 raise InternalError(
                     self.name, f"is stored as {kind} over {axis}, where only I and S can be stored"
                 )
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether stages use it in separate memory, which exists only while they do (ZeRO's stage 3)."""
+        return self.scope != "update"
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether replicas have it and its gradient whole during all of a step: not with ZeRO's stages 2 and 3."""
+        return (self.scope, self.sum_scope) == ("update", "step")
 
     @cached_property
     def conversions(self) -> tuple[AxisConversion, ...]:
@@ -297,6 +311,9 @@ class Collective:
     why: str
     scope: str = "microbatch"
     pp_ranks: tuple[int, ...] = ()
+    # How often per step, and per evaluation, unless once per microbatch.
+    times: int = 1
+    evaluation_times: int = 1
 
 
 @dataclass(frozen=True)

@@ -70,7 +70,8 @@ AXES: dict[str, tuple[Any, ...]] = {  # of each the simplest first
         "fp16",
         "bf16-mixed",
     ),  # in float64, as everything here: storage apart from what stages use
-    "zero": (0, 1),
+    "zero": (0, 1, 2, 3),
+    "reshard_after_forward": ("auto", True, False),
     "recompute": (None, "full", "selective", "full:1/2", ("*",), "auto"),
     "shapes": (None, "exact"),  # with it, every second step has another length and more rows
     "slow": (
@@ -86,6 +87,7 @@ BOUND = (  # which axes decide together what goes; of two groups, all that goes 
     ("t", "sequence_parallel"),
     ("c", "context", "token_order"),
     ("accumulate_allreduce_grads_in_fp32", "precision"),
+    ("zero", "reshard_after_forward"),
 )
 
 OUTSIDE = {  # fields of Options that are not varied

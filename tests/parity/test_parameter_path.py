@@ -17,7 +17,7 @@ from torch import Tensor
 
 import autoptd
 from autoptd.ir.actions import Action, Kind
-from autoptd.runtime.params import grad_norm, gradients, optimizer, parameters
+from autoptd.runtime.params import grad_norm, gradient_buckets, gradients, optimizer, parameters
 from autoptd.runtime.step import messages
 from autoptd.runtime.world.world import Done
 from tests.parity.models import batch, gpt
@@ -73,13 +73,13 @@ def differs(found: Found, wanted: Found) -> bool:
 
 
 def no_late_sums(patch: Patch) -> None:
-    real = gradients.Bucket.__init__
+    real = gradient_buckets.Bucket.__init__
 
-    def init(self: gradients.Bucket, *args: Any) -> None:
+    def init(self: gradient_buckets.Bucket, *args: Any) -> None:
         real(self, *args)
         self.late = []
 
-    patch.setattr(gradients.Bucket, "__init__", init)
+    patch.setattr(gradient_buckets.Bucket, "__init__", init)
 
 
 def all_count(patch: Patch) -> None:
@@ -132,15 +132,15 @@ def sums_in_16_bits(patch: Patch) -> None:
 
 
 def cut_elsewhere_on_an_owner(patch: Patch) -> None:
-    real = gradients.Bucket.result
+    real = gradient_buckets.Bucket.result
 
-    def result(self: gradients.Bucket) -> Found:
+    def result(self: gradient_buckets.Bucket) -> Found:
         if self.is_tied and self.params.world.pipeline_rank == 1:
             assert self.pending is not None
             self.pending = Done(self.pending.wait().roll(64))
         return real(self)
 
-    patch.setattr(gradients.Bucket, "result", result)
+    patch.setattr(gradient_buckets.Bucket, "result", result)
 
 
 def starts_a_microbatch_early(patch: Patch) -> None:

@@ -19,7 +19,7 @@ from autoptd.program import transfers
 from autoptd.program.program import Program
 from autoptd.program.specs import TransferBuffer
 from autoptd.runtime.ops.linear import Deferred, WeightGemm
-from autoptd.runtime.params import gradients
+from autoptd.runtime.params import gradient_buckets
 from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.step import executor, messages
 from autoptd.runtime.step.executor import Executor
@@ -232,14 +232,14 @@ def not_summed_over_owners(patch: Patch) -> None:
 
 
 def one_bucket_is_not_summed(patch: Patch) -> None:
-    start = gradients.Bucket.start
+    start = gradient_buckets.Bucket.start
 
-    def changed(self: gradients.Bucket) -> None:
+    def changed(self: gradient_buckets.Bucket) -> None:
         start(self)
         if self.number == 0:
             self.pending = Done(self.pending.wait() / self.params.world.mesh.d)
 
-    patch.setattr(gradients.Bucket, "start", changed)
+    patch.setattr(gradient_buckets.Bucket, "start", changed)
 
 
 def replicas_draw_the_same_masks(patch: Patch) -> None:

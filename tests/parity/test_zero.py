@@ -21,7 +21,7 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.program import buckets
 from autoptd.program.buckets import ALIGNMENT, BucketPlan
-from autoptd.runtime.params import gradients, parameters, storage
+from autoptd.runtime.params import gradient_buckets, gradients, parameters, storage
 from autoptd.runtime.params.guard import GuardedParameter
 from autoptd.runtime.params.parameters import RankParameters
 from tests.parity.late import Late, usual_gather
@@ -320,7 +320,7 @@ def is_dropped_after_the_first(real: Callable[..., Any]) -> Callable[..., Any]:
 @pytest.mark.parametrize("broken", ["sum", "gather", "piece", "factor of one rank", "owners"])
 def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
     if broken == "sum":
-        monkeypatch.setitem(gradients.START, "reduce-scatter", keeps_its_part)
+        monkeypatch.setitem(gradient_buckets.START, "reduce-scatter", keeps_its_part)
     elif broken == "gather":
         monkeypatch.setattr(parameters.RankParameters, "publish", never)
     elif broken == "piece":

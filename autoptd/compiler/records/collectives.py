@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -17,14 +18,15 @@ from torch.fx import Graph, Node
 
 from autoptd.codegen.body import collective_bytes, conversion_work
 from autoptd.codegen.counts import COUNT_SITE, batch_sums, count_conversions, counted_losses
-from autoptd.ir.actions import Orders
+from autoptd.ir.actions import Action, Kind, Orders
 from autoptd.ir.mesh import Mesh, joined
 from autoptd.ir.notes import note, op_name, ops, ops_of_stages, tensor
 from autoptd.ir.placement import AxisConversion, slowest_first
 from autoptd.ir.types import LOCAL_KINDS
 from autoptd.options import Options
-from autoptd.program.buckets import BucketPlan, busy_axes, plan_each
+from autoptd.program.buckets import BucketPlan, busy_axes, plan_each, units_of
 from autoptd.program.calls import AGAIN, check_call_order, joint_axis
+from autoptd.program.gathers import Unit, gathers_of, sums_of
 from autoptd.program.specs import GATHER, Collective, ParamSpec, TransferBuffer, UpdatePart
 
 # The site of `runtime/step/per_step.py`.
@@ -55,12 +57,13 @@ def collectives(
     options: Options,
     buffers: Sequence[TransferBuffer],
     plans: Sequence[Sequence[BucketPlan]],
+    orders: Orders,
     ranks: Sequence[int],
     update_parts: Sequence[UpdatePart] = (),
 ) -> list[Collective]:
     """List everything that is communicated, per microbatch and per step, with payload bytes and the reason.
 
-    `plans` are the buckets of every pipeline rank, `ranks` the pipeline rank of every stage.
+    `plans` are the buckets of every pipeline rank, `orders` its actions, `ranks` the pipeline rank of every stage.
     InternalError where two ranks of a group would make their calls in different orders.
     """
     calls, mesh = [], options.mesh
@@ -83,7 +86,7 @@ def collectives(
     buckets = []
     for row in plans:
         buckets.append([dataclasses.replace(plan, busy=busy) for plan in row])
-    calls += _step_collectives(graph, options, buckets, ranks)
+    calls += _step_collectives(graph, options, buckets, orders, ranks)
     calls += _update_sums(update_parts, options)
     check_call_order(calls, buckets, mesh)
     return calls
@@ -231,7 +234,11 @@ def _transfer(buffer: TransferBuffer, ranks: Sequence[int], mesh: Mesh) -> list[
 
 
 def _step_collectives(
-    graph: Graph, options: Options, buckets: Sequence[Sequence[BucketPlan]], ranks: Sequence[int]
+    graph: Graph,
+    options: Options,
+    buckets: Sequence[Sequence[BucketPlan]],
+    orders: Orders,
+    ranks: Sequence[int],
 ) -> list[Collective]:
     """Return the collectives once per step: sums over inputs, label counts, gradient sums, the loss."""
     mesh, of_stage = options.mesh, ops_of_stages(graph)
@@ -239,9 +246,12 @@ def _step_collectives(
     for stage, rank in enumerate(ranks):
         calls += _batch_sums(of_stage[stage], stage, rank, mesh)
         calls += _label_count(of_stage[stage], stage, rank, mesh)
-    for rank, plans in enumerate(buckets):
+    for rank, (plans, order) in enumerate(zip(buckets, orders, strict=True)):
+        forward = [action for action in order if action.kind is Kind.F]
+        units = units_of(plans)
+        gathers = gathers_of(units, order), gathers_of(units, forward)
         for plan in plans:
-            calls += _bucket_sums(plan, rank, ranks, mesh)
+            calls += _bucket_sums(plan, rank, ranks, mesh, order, gathers)
     # Not over the others: tensor ranks all have the whole loss.
     why = "every rank returns the loss of the global batch, summed in float64"
     calls += _sums_of_all("loss", "loss sum", 1, why, options, mesh.loss_axes)
@@ -325,9 +335,16 @@ def _sum(
     )
 
 
-def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) -> list[Collective]:
-    """Return the gradient sums of a bucket of pipeline rank `rank`: over the mesh, and over the owners of a
-    tied one.
+def _bucket_sums(
+    plan: BucketPlan,
+    rank: int,
+    ranks: Sequence[int],
+    mesh: Mesh,
+    order: Sequence[Action],
+    gathers: tuple[Counter[Unit], Counter[Unit]],
+) -> list[Collective]:
+    """Return the gradient sums of a bucket of pipeline rank `rank`, with its `order`: over the mesh, and over the owners of a
+    tied one; and the gathers of its parameters.
     """
     # The last stage of this rank that uses the bucket, whose gradients are complete after that stage's
     # backward.
@@ -356,8 +373,13 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
     why = f"gradients of {len(plan.params)} parameters of type {kinds}"
     calls = []
     for step in (*plan.early, *plan.late):
-        calls.append(call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (rank,)))
-    if plan.sharing_axes:
+        found = call(step, plan.site, "gradient sum", mesh.degree(step.axis), why, (rank,))
+        is_first = step.row.backward == "reduce-scatter"
+        times = sums_of(plan.params[0].stages, plan.sum_scope, order) if is_first else 1
+        calls.append(dataclasses.replace(found, times=times))
+    if plan.is_apart:
+        calls.append(_gathered(plan, gathers, stage, rank, mesh))
+    elif plan.sharing_axes:
         calls.append(_update(plan, stage, rank, mesh))
     # Listed once, by the first owner.
     if rank == plan.owners[0]:
@@ -366,6 +388,22 @@ def _bucket_sums(plan: BucketPlan, rank: int, ranks: Sequence[int], mesh: Mesh) 
         for step in plan.tied:
             calls.append(call(step, plan.tied_site, "tied sum", len(plan.owners), why, plan.owners))
     return calls
+
+
+def _gathered(
+    plan: BucketPlan, gathers: tuple[Counter[Unit], Counter[Unit]], stage: int, rank: int, mesh: Mesh
+) -> Collective:
+    """Return the gathers of parameters that ranks divide; `gathers`: how often, in a step and in an evaluation."""
+    training, evaluation = (times[plan.unit] for times in gathers)
+    axis = joined(slowest_first(plan.sharing_axes, mesh))
+    return dataclasses.replace(
+        _update(plan, stage, rank, mesh),
+        conversion="gathered parameters",
+        why=f"{len(plan.params)} parameters; every rank of {axis} stores a range of them",
+        scope="step",
+        times=training,
+        evaluation_times=evaluation,
+    )
 
 
 def _update(plan: BucketPlan, stage: int, rank: int, mesh: Mesh) -> Collective:

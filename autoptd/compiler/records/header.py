@@ -10,11 +10,20 @@ from collections.abc import Sequence
 
 from autoptd.codegen.files import About
 from autoptd.compiler.batch import Batch
+from autoptd.compiler.records.gathered import gathered_layers, stage_gathers
 from autoptd.ir.mesh import AXES
+from autoptd.ir.placement import Scope
 from autoptd.options import PRECISIONS, Options
 from autoptd.program.buckets import BucketPlan, stage_sums
 
 ABOUT_TYPES = "I invariant, R replicated (partial gradient), P partial sum, S sharded; p_to_i: P to I."
+# Headings, by how often the gradients of a bucket are reduced.
+SUMS: dict[Scope, str] = {
+    "step": "After the last microbatch, for the parameters of this stage:",
+    "run": "Each time the rank turns to another stage, for gradients of this one; other sums after the last microbatch:",
+    "use": "After each backward, for the parameters of this stage; other sums after the last microbatch:",
+}
+GATHERED = "Parameters of this stage that are gathered for their uses, and freed:"
 ABOUT_COLLECTIVES = (
     "AR all-reduce, AG all-gather, RS reduce-scatter, A2A all-to-all; fwd forward, bwd backward; full-tensor bytes.",
 )
@@ -35,9 +44,23 @@ def about_stages(
     stages = []
     for stage, rank in enumerate(ranks):
         header = about(options, batch, ranks, stage, wgrad_sink)
-        sums = stage_sums(buckets[rank], stage, options.mesh)
-        stages.append(About(header, ABOUT_COLLECTIVES, ranks, sums))
+        here = [plan for plan in buckets[rank] if _is_used(plan, stage)]
+        ends = [(when, stage_sums(plans, stage, options.mesh)) for when, plans in _by_sums(here)]
+        ends.append((GATHERED, stage_gathers(here, options.mesh)))
+        stages.append(About(header, ABOUT_COLLECTIVES, ranks, ends, gathered_layers(here, options.mesh)))
     return stages
+
+
+def _is_used(plan: BucketPlan, stage: int) -> bool:
+    return any(stage in spec.stages for spec in plan.params)
+
+
+def _by_sums(plans: Sequence[BucketPlan]) -> list[tuple[str, list[BucketPlan]]]:
+    """Return the buckets by when their gradients are reduced, as a heading says it."""
+    found: dict[Scope, list[BucketPlan]] = {}
+    for plan in plans:
+        found.setdefault(plan.sum_scope, []).append(plan)
+    return [(SUMS[scope], found[scope]) for scope in SUMS if scope in found]
 
 
 def about(options: Options, batch: Batch, ranks: Sequence[int], stage: int, wgrad_sink: str) -> list[str]:

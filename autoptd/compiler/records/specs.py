@@ -20,7 +20,7 @@ from autoptd.compiler.batch import Batch
 from autoptd.ir.layout import Layout
 from autoptd.ir.noise import NAMES, is_draw
 from autoptd.ir.notes import note, op_name, ops, placeholders, row_blocks, shape, tensor
-from autoptd.ir.placement import EVERY_REPLICA, placements
+from autoptd.ir.placement import EVERY_REPLICA, Scope, placements
 from autoptd.ir.types import Dims, outer_size
 from autoptd.ir.updates import Updates
 from autoptd.options import Options
@@ -29,18 +29,23 @@ from autoptd.program.specs import CrossingSpec, DropoutSpec, InputSpec, ParamSpe
 
 
 def param_specs(
-    graph: Graph, captured: tracing.Captured, options: Options, handed: Mapping[str, torch.dtype]
+    graph: Graph,
+    captured: tracing.Captured,
+    options: Options,
+    handed: Mapping[str, torch.dtype],
+    layers: Mapping[str, str],
 ) -> tuple[ParamSpec, ...]:
     """Describe every parameter of the model once; those that the loss does not use live on stage 0, whole.
 
-    `handed` has the dtypes of the user's model.
+    `handed` has the dtypes of the user's model, `layers` the layers within which parameters are read.
     """
     # A parameter that the loss does not use has no node in the graph any more.
     used = {note(node).name: node for node in placeholders(graph, "param")}
     specs = []
     for name, parameter in captured.parameters.items():
         spec = _param_spec(captured.aliases[name], parameter, used.get(name), options)
-        specs.append(replace(spec, dtype=_dtype_name(handed[name])))
+        unit = layers.get(name, "") if "use" in (spec.scope, spec.sum_scope) else ""
+        specs.append(replace(spec, dtype=_dtype_name(handed[name]), unit=unit))
     return tuple(specs)
 
 
@@ -71,9 +76,14 @@ def _param_spec(
         has_master = used != stored
     sums_wide = options.hooks.fp32_gradients or options.precision
     grad_dtype = _dtype_name(_wide(parameter.dtype)) if sums_wide else ""
-    # Frozen parameters have no state to share.
-    sharing = options.sharing if requires_grad else EVERY_REPLICA
+    # Frozen parameters have no state to share, but themselves.
+    is_shared = requires_grad or options.zero.stage == 3
+    sharing = options.sharing if is_shared and parameter.numel() else EVERY_REPLICA
     storage, use = placements(layout, _dtype_name(stored), stages, grad_dtype, sharing)
+    scope: Scope = "update"
+    sum_scope: Scope = "step"
+    if any(kind.is_flat for _, kind in storage.layout.over_mesh):
+        scope, sum_scope = options.scopes
     return ParamSpec(
         # The model's first name.
         name=aliases[0],
@@ -84,6 +94,8 @@ def _param_spec(
         stages=stages,
         storage=storage,
         use=replace(use, dtype=_dtype_name(used)),
+        scope=scope,
+        sum_scope=sum_scope,
         why=why,
         adds=adds,
         has_master=has_master,

@@ -83,7 +83,8 @@ def _state_bytes(node: Node, sizes: Sizes, options: Options) -> float:
     count = math.prod(local_shapes(node, sizes)[0])
     itemsize = tensor(node).element_size()
     if not note(node).needs_grad:
-        return count * itemsize
+        # With "use" a rank has a few layers at a time, which are working bytes.
+        return count * itemsize / (options.sharing_ranks if options.scopes[0] == "use" else 1)
     return count * options.state_bytes(itemsize).total
 
 
@@ -217,7 +218,7 @@ def too_full(needed: float, ctx: Context, which: str) -> TooFull:
     left = {
         "sequence_parallel='auto'": ctx.mesh.value_ranks > 1 and not options.sequence_parallel,
         "recompute='auto'": options.recompute.what != "auto",
-        "zero=1": ctx.mesh.gradient_ranks > 1 and not options.zero.stage,
+        "zero=1 to 3": ctx.mesh.gradient_ranks > 1 and options.zero.stage in (0, 1, 2),
     }
     remedies = ["a larger t or p", "smaller microbatches (a larger num_microbatches)"]
     remedies += ["a schedule with fewer of them in flight (1f1b)", *(name for name in left if left[name])]

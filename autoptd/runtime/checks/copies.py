@@ -78,7 +78,7 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
     """Yield each group and the fingerprints that must agree on its ranks, in one order on all ranks."""
     world, mesh = params.world, params.world.mesh
     local = [spec for spec in params.specs if spec.name in params.local]
-    used = {spec.name: fingerprint_of(params, spec) for spec in local}
+    used = {spec.name: fingerprint_of(params, spec) for spec in local if not spec.is_apart}
     stored = {spec.name: _print_of_stored(params, spec, states) for spec in local}
     # The gradient of an R is summed, and equal to the bit. That of an I is computed by each rank for itself: on CUDA,
     # operators whose sums have no fixed order make such copies differ in the last bits.
@@ -86,7 +86,7 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
     along: dict[str, Prints] = {}
     for spec in local:
         copied = {axis for axis in copy_axes(spec.use.layout, mesh) if spec.use.layout[axis].kind in kinds}
-        for axis in (*mesh.batch_axes, *sorted(copied)):
+        for axis in (*mesh.batch_axes, *sorted(copied)) if spec.name in used else ():
             along.setdefault(axis, {})[spec.name] = used[spec.name]
         # With shared storage each replica stores a different part.
         for axis in _axes_of_copies(params, spec, copied):
@@ -96,7 +96,8 @@ def _comparisons(params: RankParameters, states: Sequence[OptimizerState]) -> It
     homes = {spec.name: owners(params.program, spec) for spec in local}
     for ranks in sorted({home for home in homes.values() if len(home) > 1}):
         tied = [spec.name for spec in local if homes[spec.name] == ranks]
-        yield world.owners(ranks), {name: used[name] for name in tied}
+        # Owners divide the same layout.
+        yield world.owners(ranks), {name: used.get(name, stored[name]) for name in tied}
 
 
 def _axes_of_copies(params: RankParameters, spec: ParamSpec, copied: Collection[str]) -> list[str]:

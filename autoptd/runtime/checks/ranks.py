@@ -109,13 +109,13 @@ def run_once(
             if isinstance(x, torch.Tensor):
                 _add(outputs, f"the output of stage {stage}", fingerprint(x, str(number)))
 
-    for bucket in executor.gradients.buckets:
+    for bucket in executor.gradients.all_buckets:
         bucket.note = note
     try:
         with as_first_replica(executor), shown_results(executor, note_results):
             try_step(executor, microbatches, loss_scale)
     finally:
-        for bucket in executor.gradients.buckets:
+        for bucket in executor.gradients.all_buckets:
             bucket.note = None
     return outputs, gradients
 

@@ -14,15 +14,19 @@ import torch
 
 from autoptd.program.state_memory import StateMemory
 from autoptd.runtime.params.gradients import Gradients
+from autoptd.runtime.params.guard import unguarded
 from autoptd.runtime.params.optimizer import NamedOptimizer
 from autoptd.runtime.params.parameters import RankParameters
 
 
+@unguarded()
 def count_memory(
     params: RankParameters, gradients: Gradients | None, optimizers: Sequence[torch.optim.Optimizer]
 ) -> StateMemory:
     """Return what a rank holds now; of gradients, what it held in the last step."""
     used = {**_storages(params.local.values()), **_storages(bucket.use for bucket in params.shared)}
+    # Between its uses, a parameter without a master is its range.
+    used |= _storages(bucket.range for bucket in params.shared if not bucket.plan.params[0].has_master)
     stored = {**_storages(params.stored.values()), **_storages(bucket.range for bucket in params.shared)}
     moments: list[torch.Tensor] = []
     for optimizer in optimizers:

@@ -22,7 +22,7 @@ from typing import TypeVar
 
 from autoptd.ir.actions import parse, phase_of
 from autoptd.ir.names import star
-from autoptd.program.buckets import GRADIENTS, TIED, UPDATED
+from autoptd.program.buckets import GATHERED, GRADIENTS, TIED, UPDATED
 from autoptd.program.calls import Call, axis_text, expected_calls
 from autoptd.program.program import Program
 from autoptd.runtime.measure.cover import cover
@@ -146,7 +146,7 @@ def recording(ranks: RunningRanks) -> Iterator[tuple[RecordingRanks, Record]]:
 def _place(at: str, site: str) -> tuple[str, int, str]:
     """Return (phase, stage, site) of a call made during the action `at`, in the words of `expected_calls`."""
     name = star(site.removesuffix(" backward"))
-    if site.startswith((GRADIENTS, TIED)):
+    if site.startswith((GRADIENTS, TIED, GATHERED)):
         return "step", -1, name
     if site.startswith(UPDATED):
         return "update", -1, name

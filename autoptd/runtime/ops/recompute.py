@@ -24,7 +24,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import cache
 from types import CodeType
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
@@ -42,6 +42,16 @@ Runner = Callable[[Callable[..., Any], Sequence[Any], Drawing | None], Any]
 def as_in_forward(mask: Tensor) -> Tensor:
     """Return a mask that asks for a gradient, as it does in forward: attention has other kernels for those that do not."""
     return mask if torch.compiler.is_compiling() else mask.requires_grad_()
+
+
+class Lender(Protocol):
+    """Parameters whose memory is freed between uses: `runtime/params/units.py`."""
+
+    def lend(self, x: Tensor) -> Any:
+        """Return what autograd saves for a tensor: the tensor, or what has `take` like `Saved`."""
+
+    def take(self, saved: Any) -> Tensor:
+        """Return the tensor that `lend` was given."""
 
 
 class Saved:
@@ -120,7 +130,7 @@ class Call:
     def name(self) -> str:
         return getattr(self._recipe, "__name__", str(self._recipe))
 
-    def keep(self, x: Saved) -> None:
+    def keep(self, x: Any) -> None:
         self._args.append(x)  # type: ignore[union-attr]
 
     def drop(self, x: Tensor) -> Dropped:
@@ -132,7 +142,9 @@ class Call:
         """Compute all dropped values again."""
         if self._args is None:
             raise InternalError(self.name, "runs twice for one forward")
-        args = [arg.take() if isinstance(arg, Saved) else arg for arg in self._args]
+        args = [
+            arg.take() if hasattr(arg, "take") and not isinstance(arg, Tensor) else arg for arg in self._args
+        ]
         # What only this recipe needed is free from here on.
         self._args = None
         values = self._run(self._recipe, args, self._drawing)
@@ -155,13 +167,15 @@ class Activations:
 
     def __init__(self, run: Runner) -> None:
         self.runner = run
+        # Parameters that are gathered for their uses.
+        self.units: Lender | None = None
         self._hooks: saved_tensors_hooks | None = None
         self._calls: list[Call] = []
         self._filed: dict[StorageWeakRef, list[weakref.ref[Saved]]] = {}
         self._gone: dict[StorageWeakRef, Dropped] = {}
 
     def __enter__(self) -> Activations:
-        self._hooks = saved_tensors_hooks(self.save, Saved.take)
+        self._hooks = saved_tensors_hooks(self.save, lambda saved: saved.take())
         self._hooks.__enter__()
         return self
 
@@ -191,8 +205,10 @@ class Activations:
         finally:
             self._calls.pop()
 
-    def save(self, x: Tensor) -> Saved:
-        """File a tensor, and return what stands for it."""
+    def save(self, x: Tensor) -> Any:
+        """File a tensor; return a `Saved`, or what `units` lend, in its place."""
+        if self.units is not None and (lent := self.units.lend(x)) is not x:
+            return lent
         saved, storage = Saved(x), StorageWeakRef(x.untyped_storage())
         dropped = self._gone.get(storage)
         if dropped is None:

@@ -18,137 +18,23 @@ differently on every tensor rank.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import InternalError
-from autoptd.ir.placement import AxisConversion
-from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.ir.actions import BACKWARD, Action, Kind
+from autoptd.program.buckets import plan_buckets
 from autoptd.program.program import Program
 from autoptd.program.specs import ParamSpec
 from autoptd.runtime.ops.linear import WeightTerm
+from autoptd.runtime.params.gradient_buckets import Bucket, ScatteredBucket, scattered_bytes
 from autoptd.runtime.params.guard import guard_gradient, unguarded
 from autoptd.runtime.params.parameters import RankParameters
 from autoptd.runtime.params.parts import by_dtype, dtype_of
-from autoptd.runtime.world.world import Done, Group, Pending, World
-
-StartSum = Callable[[torch.Tensor, str], Pending]
-
-
-def _all_reduce(group: Group, plan: BucketPlan) -> StartSum:
-    # Looked up at each call, since a recording replaces the group's methods.
-    return lambda flat, site: group.all_reduce_start(flat, site)
-
-
-def _reduce_scatter(group: Group, plan: BucketPlan) -> StartSum:
-    wire, sums = (dtype_of(name) for name in (plan.scattered_dtype, plan.params[0].storage.sum_dtype))
-
-    def start(flat: torch.Tensor, site: str) -> Pending:
-        return group.reduce_scatter_start(flat.to(wire), 0, site, None if wire == sums else sums)
-
-    return start
-
-
-# By the backward of a conversion: the function that starts it on a flat buffer of gradients.
-START = {"all-reduce": _all_reduce, "reduce-scatter": _reduce_scatter}
-
-
-def _bound(sums: Sequence[AxisConversion], plan: BucketPlan, world: World) -> list[StartSum]:
-    """Return the functions that start these sums of a bucket on this rank's groups."""
-    return [START[step.row.backward](world.group(step.axes), plan) for step in sums]
-
-
-class Bucket:
-    """The gradients of a planned bucket, on one rank: views of a flat buffer, into which autograd adds.
-
-    Call `begin`, `start`, `start_late` and `result`, in this order.
-    """
-
-    def __init__(self, plan: BucketPlan, params: RankParameters) -> None:
-        world = params.world
-        self.number, self.specs = plan.number, plan.params
-        self.site, self.tied_site = plan.site, plan.tied_site
-        self.params, self.owners = params, world.owners(plan.owners)
-        self.early, self.late = _bound(plan.early, plan, world), _bound(plan.late, plan, world)
-        self.is_tied = bool(plan.tied)
-        self.places, self.numel = plan.places(world.mesh), plan.numel(world.mesh)
-        self.is_shared = bool(plan.sharing_axes)
-        # Called with this rank's gradients before they are summed; set by `check_ranks`.
-        self.note: Callable[[str, torch.Tensor], None] | None = None
-        # Parameters that got a gradient on this rank in any step (fixed by the program), and on any owner.
-        self.present: set[str] = set()
-        self.present_anywhere: set[str] | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Reset the bucket, and free the gradients of the last step."""
-        # Parameters whose gradient is not complete yet.
-        self.incomplete = {spec.name for spec in self.specs}
-        self.flat: torch.Tensor | None = None
-        self.pending: Pending | None = None
-
-    def begin(self) -> None:
-        """Point the `.grad` of every leaf into a zeroed buffer that accumulates this step's gradients."""
-        leaves = self.params.leaves
-        first = leaves[self.specs[0].name]
-        self.flat = torch.zeros(self.numel, dtype=first.grad_dtype or first.dtype, device=first.device)
-        for spec, start, end in self.places:
-            leaf = leaves[spec.name]
-            leaf.grad = self.flat[start:end].view(leaf.shape)
-
-    def start(self) -> None:
-        """Start the sum of the complete gradients over the early axes; a missing one counts as zeros."""
-        assert self.flat is not None
-        for spec, start, end in self.places:
-            leaf = self.params.leaves[spec.name]
-            # Autograd replaces a gradient where it cannot add in place.
-            if leaf.grad is not None and leaf.grad.data_ptr() != self.flat[start:].data_ptr():
-                self.flat[start:end].copy_(leaf.grad.reshape(-1))
-            leaf.grad = None
-        if self.note is not None:
-            for spec, start, end in self.places:
-                self.note(spec.name, self.flat[start:end])
-        self.pending = self._start_sums(self.early, Done(self.flat))
-        self.flat = None
-
-    def start_late(self) -> None:
-        """Wait for the sum over the early axes and start the others, after the last action."""
-        assert self.pending is not None
-        self.pending = self._start_sums(self.late, self.pending)
-
-    def _start_sums(self, sums: Sequence[StartSum], pending: Pending) -> Pending:
-        """Chain the sums: each waits for the previous one, and the last one is still running on return."""
-        for start in sums:
-            pending = start(pending.wait(), self.site)
-        return pending
-
-    def result(self) -> dict[str, torch.Tensor]:
-        """Wait, and return by name the sums of this rank's stored parameters, if any rank has a gradient.
-
-        The sum over owners is blocking.
-        """
-        assert self.pending is not None
-        summed = self.pending.wait()
-        if self.is_tied:
-            summed = self.owners.all_reduce(summed, self.tied_site)
-        exists = self._present_on_owners() if self.is_tied else self.present
-        if self.is_shared:
-            named = self.params.pieces_of(self.specs[0].name, summed)
-        else:
-            named = {}
-            for spec, start, end in self.places:
-                named[spec.name] = summed[start:end].view(self.params.local[spec.name].shape)
-        return {name: x for name, x in named.items() if name in exists}
-
-    def _present_on_owners(self) -> set[str]:
-        """Return the parameters with a gradient on any owner; exchanged once, since they never change."""
-        if self.present_anywhere is None:
-            everywhere = self.owners.gather_objects(self.present, f"{self.tied_site}: which exist")
-            self.present_anywhere = set().union(*everywhere)
-        return self.present_anywhere
+from autoptd.runtime.world.world import World
 
 
 class Gradients:
@@ -163,8 +49,15 @@ class Gradients:
             set_grad_dtype(params.leaves[spec.name], dtype_of(spec.storage.sum_dtype))
         busy, place = program.busy_axes, world.pipeline_rank
         plans = plan_buckets(program.params, program.orders, program.ranks, world.mesh, place, busy)
-        self.buckets = [Bucket(plan, params) for plan in plans if plan.sums]
-        self._bucket_of = {spec.name: bucket for bucket in self.buckets for spec in bucket.specs}
+        once = [plan for plan in plans if plan.sums and plan.sum_scope == "step"]
+        several = [plan for plan in plans if plan.sums and plan.sum_scope != "step"]
+        self.buckets = [Bucket(plan, params) for plan in once]
+        self.scattered = [ScatteredBucket(plan, params, here[plan.params[0].name]) for plan in several]
+        # The one whose reduction was started last, and those that the running action has reduced.
+        self._last: ScatteredBucket | None = None
+        self._flushed: set[ScatteredBucket] = set()
+        self._has_weight_actions = any(kind is Kind.W for kind, _, _, _ in program.orders[place])
+        self._bucket_of = {spec.name: bucket for bucket in self.all_buckets for spec in bucket.specs}
         # Parameters whose gradients are not summed over ranks: the leaf's gradient is used directly.
         self._alone = [spec.name for spec in trained if spec.name not in self._bucket_of]
         # Counting costs Python time per parameter and microbatch: only if the sum starts in backward.
@@ -172,6 +65,10 @@ class Gradients:
         for bucket in self.buckets:
             if bucket.early:
                 self._counted |= {spec.name: bucket for spec in bucket.specs}
+        # Parameters whose hooks stay.
+        self._watched = set(self._counted)
+        for bucket in self.scattered:
+            self._watched.update(spec.name for spec in bucket.specs if bucket.scope == "use")
         # Of counted parameters: their stages here, and the number of additions to their gradient in a step.
         self._stages: dict[str, set[int]] = {}
         self._expected: dict[str, int] = {}
@@ -194,9 +91,13 @@ class Gradients:
     def _stages_here(self, program: Program, spec: ParamSpec) -> list[int]:
         return [stage for stage in spec.stages if program.rank_of_stage(stage) == self.world.pipeline_rank]
 
+    @property
+    def all_buckets(self) -> list[Bucket]:
+        return [*self.buckets, *self.scattered]
+
     def attach(self) -> None:
         """Install hooks that observe additions to the gradients of leaves."""
-        for name in self._counted if self._is_agreed else self._bucket_of:
+        for name in self._bucket_of if not self._is_agreed else sorted(self._watched):
             if name not in self._hooks:
                 hook = _growth_hook(weakref.ref(self), name)
                 self._hooks[name] = self.params.leaves[name].register_post_accumulate_grad_hook(hook)
@@ -220,7 +121,9 @@ class Gradients:
     def forget(self) -> None:
         """Return to the state before a step."""
         self.drop()
-        for bucket in self.buckets:
+        self._last = None
+        self._flushed.clear()
+        for bucket in self.all_buckets:
             bucket.forget()
             if not self._is_agreed:
                 bucket.present_anywhere = None
@@ -239,6 +142,10 @@ class Gradients:
     def grew(self, name: str) -> None:
         """Count an addition to the gradient of leaf `name`; InternalError if it is late or superfluous."""
         bucket = self._bucket_of[name]
+        if isinstance(bucket, ScatteredBucket):
+            if bucket.grew(name) and bucket.scope == "use":
+                self._flush(bucket)
+            return
         bucket.present.add(name)
         if name not in self._counted:
             return
@@ -264,17 +171,47 @@ class Gradients:
                 if not stages:
                     self._complete(name)
 
+    def left(self, action: Action, following: Action | None) -> None:
+        """Reduce the gradients that an F, B or W has left: those of its microbatch, or of its stage where `following`, the next
+        of these actions, is of another.
+        """
+        is_last = action.kind is Kind.W if self._has_weight_actions else action.kind is Kind.B
+        for bucket in self.scattered:
+            if action.stage not in bucket.stages:
+                continue
+            if bucket.scope == "run":
+                bucket.is_touched |= action.kind in BACKWARD
+                is_due = bucket.is_touched and (following is None or following.stage not in bucket.stages)
+            else:
+                # On all ranks alike, whether there are gradients or not, unless counting has found them complete.
+                is_expected = action.kind is Kind.B or not bucket.is_counted
+                is_due = is_last and (bucket.has_some or (is_expected and bucket not in self._flushed))
+            if is_due:
+                self._flush(bucket)
+        self._flushed.clear()
+
+    def _flush(self, bucket: ScatteredBucket) -> None:
+        # So that only one has whole gradients on their way.
+        if self._last is not None:
+            self._last.collect()
+        bucket.flush()
+        self._last = bucket
+        self._flushed.add(bucket)
+
     def finish(self) -> None:
         """Start the remaining sums, then wait for all; call `commit` or `drop` afterwards."""
         for bucket in self.buckets:
             # All backwards are over: a missing gradient counts as zeros.
             bucket.incomplete.clear()
         self._start_complete()
-        for bucket in self.buckets:
+        for scattered in self.scattered:
+            scattered.start()
+        for bucket in self.all_buckets:
             bucket.start_late()
         # Sums over owners block: all ranks make them in the order of the program, to avoid deadlocks.
-        for bucket in sorted(self.buckets, key=lambda bucket: bucket.number):
+        for bucket in sorted(self.all_buckets, key=lambda bucket: bucket.number):
             self._results |= bucket.result()
+        self.held_bytes += scattered_bytes(self.scattered)
 
     @unguarded()
     @torch.no_grad()
@@ -298,8 +235,8 @@ class Gradients:
         self.params.is_update_due = True
         self.held_bytes += self.params.rounded_bytes()
         self._is_agreed = True
-        if len(self._hooks) > len(self._counted):
-            self.detach(but=self._counted)
+        if len(self._hooks) > len(self._watched):
+            self.detach(but=self._watched)
         self.drop()
 
     def _hand_over(self, name: str, grad: torch.Tensor) -> None:

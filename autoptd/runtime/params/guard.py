@@ -70,6 +70,30 @@ EXPOSING = frozenset(
     }
 )
 FORWARDING = ("torch.overrides", "torch._tensor", "torch.functional")
+# Of a tensor without its values.
+ABOUT = frozenset(
+    {
+        Tensor.numel,
+        Tensor.nelement,
+        Tensor.size,
+        Tensor.dim,
+        Tensor.ndimension,
+        Tensor.stride,
+        Tensor.element_size,
+        Tensor.is_floating_point,
+        Tensor.is_complex,
+        Tensor.is_contiguous,
+        Tensor.get_device,
+        Tensor.requires_grad_,
+        torch.numel,
+        torch.is_floating_point,
+        torch.is_complex,
+        *(
+            getattr(Tensor, name).__get__
+            for name in "shape ndim dtype device layout requires_grad is_leaf grad_fn is_cuda is_meta itemsize nbytes".split()
+        ),
+    }
+)
 HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
 SAME_VALUES = frozenset({Tensor.data.__get__, Tensor.detach, Tensor.float, Tensor.double})  # type: ignore[attr-defined]
 
@@ -90,6 +114,15 @@ def refuse_gradient(func: Callable[..., Any], is_home: bool) -> None:
         remedy = "read and change p.grad of the tensors in optimizer.param_groups, after pm.step; "
         remedy += "pm.gradients() returns full gradients, pm.clip_grad_norm_ clips them, optimizer.zero_grad() clears them"
         raise PlanError("parameter.grad", fact, remedy)
+
+
+def refuse_values(func: Callable[..., Any]) -> None:
+    """Raise a PlanError if `func` may read or write the values of a parameter that exist only while layers run."""
+    if func not in ABOUT and func not in WRITES and func != GRADIENT:
+        fact = "with zero=3 the values of a parameter are here only while its layer runs"
+        remedy = "pm.state_dict() returns them, pm.load_state_dict(...) sets them; optimizer.param_groups has the pieces "
+        remedy += "that this rank stores"
+        raise PlanError(getattr(func, "__name__", str(func)), fact, remedy)
 
 
 def _asks_whether_it_exists() -> bool:
@@ -141,13 +174,14 @@ class GuardedParameter(nn.Parameter):
     """A rank's parameter: see the module's docstring. `arrival` waits until it has the last update.
 
     `bears_gradient`: its gradient is kept with it, not with the pieces that ranks store. `is_home`: it is a whole tensor
-    that an optimizer steps (`whole.py`). `was_exposed`: something that its
+    that an optimizer steps (`whole.py`). `is_absent`: it has no values between steps. `was_exposed`: something that its
     version does not count, such as numpy, may have written to it: from then on its values are compared.
     """
 
     arrival: Callable[[], None] | None = None
     bears_gradient: bool = True
     is_home: bool = False
+    is_absent: bool = False
     was_exposed: bool = False
 
     @classmethod
@@ -163,6 +197,8 @@ class GuardedParameter(nn.Parameter):
                     # A gather of the last update may be pending.
                     if type(x) is GuardedParameter and x.arrival is not None:
                         x.arrival()
+                        if x.is_absent:
+                            refuse_values(func)
                         if not x.bears_gradient:
                             refuse_gradient(func, x.is_home)
             if func in EXPOSING and type(args[0]) is GuardedParameter:
@@ -174,6 +210,8 @@ class GuardedParameter(nn.Parameter):
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         # Pickled as a plain tensor, without the state of this process.
+        if self.is_absent:
+            refuse_values(Tensor.__reduce_ex__)
         with unguarded():
             return nn.Parameter(self.detach(), self.requires_grad).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 

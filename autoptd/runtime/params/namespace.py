@@ -106,31 +106,42 @@ class Withheld:
         self._is_withheld = False
 
     def add(self, root: Namespace, name: str) -> None:
-        """Add the tensor of a dotted name; those that are withheld in other stages are put back first."""
-        self.give_back()
+        """Add the tensor of a dotted name; if those in other stages are withheld, so is this one."""
         *path, last = name.split(".")
         node = root
         for part in path:
             node = node._items[_key(part)]
         key = _key(last)
-        self._places.append(_Place(node, key, last if _is_attribute(last) else None, node._items[key]))
+        place = _Place(node, key, last if _is_attribute(last) else None, node._items[key])
+        self._places.append(place)
+        if self._is_withheld:
+            self._remove(place)
 
     def withhold(self, wait: Callable[[], object]) -> None:
         """Remove them from their namespaces: the first read of one calls `wait`."""
         self._wait = wait
-        for node, key, attribute, _ in () if self._is_withheld else self._places:
-            node._awaited[key] = self
-            del node._items[key]
-            if attribute is not None:
-                del node.__dict__[attribute]
+        for place in () if self._is_withheld else self._places:
+            self._remove(place)
         self._is_withheld = True
+
+    def _remove(self, place: _Place) -> None:
+        node, key, attribute, _ = place
+        node._awaited[key] = self
+        del node._items[key]
+        if attribute is not None:
+            del node.__dict__[attribute]
 
     def give_back(self) -> None:
         """Wait for the gather, and put them back; does nothing if they are not withheld."""
         if not self._is_withheld:
             return
-        self._wait()
+        # What waits may give them back itself.
         self._is_withheld = False
+        try:
+            self._wait()
+        except BaseException:
+            self._is_withheld = True
+            raise
         for node, key, attribute, tensor in self._places:
             del node._awaited[key]
             node._items[key] = tensor

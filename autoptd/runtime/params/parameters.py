@@ -22,7 +22,8 @@ import torch
 
 from autoptd.compat import set_grad_dtype
 from autoptd.errors import PlanError
-from autoptd.program.buckets import BucketPlan, plan_buckets
+from autoptd.program.buckets import BucketPlan, plan_buckets, units_of
+from autoptd.program.gathers import Unit
 from autoptd.program.program import Program
 from autoptd.program.sources import Source
 from autoptd.program.specs import ParamSpec
@@ -30,6 +31,7 @@ from autoptd.runtime.params.guard import GuardedParameter, guard_gradient, ungua
 from autoptd.runtime.params.namespace import Namespace
 from autoptd.runtime.params.parts import dtype_of, from_rank_0, read_shard, shard_of
 from autoptd.runtime.params.storage import Edits, SharedBucket, alias, check_use, is_first_holder
+from autoptd.runtime.params.units import Units
 from autoptd.runtime.world.world import World
 
 # Initial values of parameters: full tensors by name, or a source of them.
@@ -83,6 +85,13 @@ class RankParameters:
         for plan in reversed(self._plans()):
             if plan.parts(world.mesh) > 1:
                 self._share(plan, parts)
+        # Those that are gathered for their uses.
+        apart: dict[Unit, list[SharedBucket]] = {}
+        for unit in units_of(bucket.plan for bucket in self.shared):
+            apart[unit] = [
+                bucket for bucket in self.shared if bucket.plan.unit == unit and bucket.plan.is_apart
+            ]
+        self.units = Units(apart) if apart else None
         # Tensors that stages use of other parameters with separate storage.
         self._copies: dict[str, torch.Tensor] = {}
         for spec in self.specs:
@@ -111,6 +120,7 @@ class RankParameters:
         self._initial = [
             (name, parameter, parameter.data_ptr(), parameter.requires_grad)
             for name, parameter in [*self.local.items(), *self.edits.stored.items()]
+            if not isinstance(parameter, GuardedParameter) or not parameter.is_absent
         ]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
@@ -144,6 +154,8 @@ class RankParameters:
             parts[name] = bucket.local(place, parts[name].shape)
             if name in bucket.pieces:
                 self.stored[name] = bucket.pieces[name].tensor
+        if plan.is_apart:
+            bucket.empty()
 
     def _add(self, spec: ParamSpec, part: torch.Tensor) -> None:
         """Create the tensors of a parameter; `part` is the used one if it is shared, else the stored one."""
@@ -161,6 +173,7 @@ class RankParameters:
         self.leaves[spec.name] = local.detach().requires_grad_(spec.requires_grad)
         if is_shared:
             local.arrival, local.bears_gradient = self._shared_of[spec.name].wait, False
+            local.is_absent = spec.is_apart
         elif not spec.has_master:
             self.stored[spec.name] = local
 
@@ -179,7 +192,8 @@ class RankParameters:
             stored = [self.stored[name].detach() for name in self._copies]
             torch._foreach_copy_(list(self._copies.values()), stored)
         for bucket in self.shared:
-            bucket.gather_start()
+            if not bucket.plan.is_apart:
+                bucket.gather_start()
         self.edits.note()
 
     def publish_edits(self) -> None:
@@ -226,9 +240,10 @@ class RankParameters:
     def load(self, spec: ParamSpec, part: torch.Tensor) -> None:
         """Set a parameter from `part`, this rank's part: the tensor that stages use and the stored one."""
         local = self.local[spec.name]
-        local.copy_(part)
+        if not spec.is_apart:
+            local.copy_(part)
         stored = self.stored.get(spec.name)
-        if spec.has_master and stored is not None:
+        if (spec.has_master or spec.is_apart) and stored is not None:
             own = self.piece_of(spec.name, part.to(stored.device))
             assert own is not None
             stored.copy_(own)

@@ -24,11 +24,12 @@ projected through `optimizer.param_groups` or in a hook after its step:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
 
+from autoptd.compat import uses_of
 from autoptd.errors import InternalError, PlanError
 from autoptd.program.buckets import BucketPlan, Place
 from autoptd.program.specs import ParamSpec
@@ -60,16 +61,17 @@ class SharedBucket:
         # Padding is zero: it is reduced and gathered with the rest.
         dtype = getattr(torch, first.use.dtype)
         self.use = torch.zeros(plan.numel(mesh), dtype=dtype, device=world.device)
-        for spec, start, end in self.places:
-            self.use[start:end].copy_(parts[spec.name].reshape(-1))
         width = self.use.numel() // self.group.size
         self.start = self.group.index * width
         self.end = self.start + width
-        # What this rank stores: of the buffer itself where stages use the storage's own numbers.
+        # What this rank stores: of the buffer itself where stages use the storage's own numbers at all times.
         self.range = self.use[self.start : self.end]
-        self.has_master = first.has_master
-        if self.has_master:
+        self.is_apart = first.has_master or plan.is_apart
+        if self.is_apart:
             self.range = torch.zeros(width, dtype=getattr(torch, first.storage.dtype), device=world.device)
+        self._nbytes = self.use.untyped_storage().nbytes()
+        for spec, start, end in () if plan.is_apart else self.places:
+            self.use[start:end].copy_(parts[spec.name].reshape(-1))
         self.pieces: dict[str, Piece] = {}
         for spec, start, end in self.places:
             begin, stop = max(start, self.start), min(end, self.end)
@@ -78,13 +80,16 @@ class SharedBucket:
             part = parts[spec.name]
             own = alias(as_piece(self.range[begin - self.start : stop - self.start], part.dim()))
             piece = Piece(begin - start, stop - start, GuardedParameter(own, first.requires_grad))
-            if self.has_master:
+            if self.is_apart:
                 own.copy_(piece.of(part))
             else:
                 # A pending gather may write to it.
                 piece.tensor.arrival = self.wait
             self.pieces[spec.name] = piece
         self._pending: Pending | None = None
+        self._idle_uses = 0
+        # Called with the buffer's memory when its size has changed.
+        self.on_resize: Callable[[torch.UntypedStorage], None] | None = None
         # Its parameters in the namespaces of stages, withheld while a gather is pending.
         self.read = Withheld()
 
@@ -101,14 +106,44 @@ class SharedBucket:
         """Return the tensor that stages use for a parameter: a view of the buffer."""
         return alias(self.use[place.start : place.end].view(shape))
 
+    def empty(self) -> None:
+        """Give the buffer's memory back before any use, once `local` has been called for all parameters."""
+        self._resize(0)
+
+    def _resize(self, nbytes: int) -> None:
+        memory = self.use.untyped_storage()
+        memory.resize_(nbytes)
+        if self.on_resize is not None:
+            self.on_resize(memory)
+
     def gather_start(self) -> None:
         """Start gathering the updates of all ranks into the buffer, which must not be read before `wait`."""
         # After two updates in a row, two gathers must not overlap.
         self.wait()
-        if self.has_master:
+        if self.plan.is_apart:
+            self._resize(self._nbytes)
+        if self.is_apart:
             self.use[self.start : self.end].copy_(self.range)
         self._pending = start_gather(self.group, self.use, self.plan.gather_site)
-        self.read.withhold(self.wait)
+        if not self.plan.is_apart:
+            self.read.withhold(self.wait)
+
+    def free(self, demand: Callable[[], object]) -> None:
+        """Give the buffer's memory back; the first read of one of its parameters calls `demand`."""
+        self.wait()
+        self.read.withhold(demand)
+        # A view that is still used, such as a transposed weight in a local variable, keeps the memory, which the next gather
+        # fills with the same values.
+        if uses_of(self.use) <= self._idle_uses:
+            self._resize(0)
+
+    def note_idle(self) -> None:
+        """Count what refers to the memory while no stage runs."""
+        self._idle_uses = uses_of(self.use)
+
+    def abandon(self) -> None:
+        """Forget a gather that has failed, which may write to the buffer until it ends."""
+        self._pending = None
 
     def wait(self) -> None:
         """Wait until the buffer has the last update."""
@@ -160,7 +195,7 @@ def check_use(spec: ParamSpec) -> None:
     rows = [step for step in spec.conversions if step.axis not in spec.sharing_axes]
     work = [f"{step.row.forward} over {step.axis}" for step in rows if step.row.forward != "none"]
     is_cast = spec.use.dtype != spec.storage.dtype
-    if work or (is_cast and not spec.has_master) or spec.scope != "step":
+    if work or (is_cast and not spec.has_master):
         what = ", ".join([*work, f"{spec.storage.dtype} to {spec.use.dtype} once per {spec.scope}"])
         raise InternalError(
             spec.name, f"cannot be converted from its storage to the form that stages use: {what}"

@@ -15,17 +15,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from autoptd.errors import InternalError, RuntimeFault
-from autoptd.ir.actions import Action, Kind
+from autoptd.ir.actions import COMPUTES, Action, Kind
 from autoptd.kernels.forms import wide
 from autoptd.program.program import Program
 from autoptd.runtime.ops.linear import WeightTerm
@@ -111,6 +111,10 @@ class Executor:
             # Looked up late: `gradients` does not exist before the first step.
             Kind.REDUCE: lambda action: self.gradients.reduce(action.stage),
         }
+        # ZeRO's stages 2 and 3.
+        if not all(spec.is_whole for spec in program.params):
+            for kind in COMPUTES:
+                self._do[kind] = partial(self._do_gathering, self._do[kind])
         # Dropout draws its masks by the rows of this replica.
         self.replica = world.replica
         self._begin(())
@@ -216,6 +220,7 @@ class Executor:
             device=self.world.device,
             fuse=str(self.program.fuse or "eager"),
         )
+        stage.activations.units = self.params.units
         if not is_compiled:
             self.params.wait_where_read(index, stage.weights)
         return stage
@@ -227,6 +232,8 @@ class Executor:
             yield
         except BaseException as exc:
             self.world.report_fault(exc)
+            if self.params.units is not None:
+                self.params.units.abandon()
             raise
         finally:
             self._begin(())
@@ -255,6 +262,8 @@ class Executor:
         self._begin(microbatches)
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()
+        computes = [action for action, _ in order if action.kind in COMPUTES]
+        self._following: Iterator[Action | None] = iter([*computes[1:], None])
         # The loop sets `world.at`, which faults and recordings read.
         for action, self.world.at in order:
             if self.watch is None:
@@ -262,6 +271,8 @@ class Executor:
             else:
                 self._do_watched(action, self.watch)
             self.world.mark()
+        if self.params.units is not None:
+            self.params.units.free()
         self.world.at = "end of the pipeline"
         self._messages.finish()
         if any(self._deferred_wgrads.values()):
@@ -270,6 +281,17 @@ class Executor:
             raise InternalError(
                 self.world.at, f"no W action computed the weight gradients of {', '.join(left)}"
             )
+
+    def _do_gathering(self, do: Callable[[Action], None], action: Action) -> None:
+        """Run an F, B or W whose parameters are gathered for it, or whose gradients are reduced after it."""
+        following, units = next(self._following), self.params.units
+        if units is not None:
+            units.begin(action, following, waits=self.program.fuse == "inductor")
+        do(action)
+        if torch.is_grad_enabled():
+            self.gradients.left(action, following)
+        if units is not None:
+            units.end()
 
     def _do_watched(self, action: Action, watch: Watch) -> None:
         """Wait for the action's messages, then time it with `watch.start` and `watch.end`."""

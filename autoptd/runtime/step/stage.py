@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from autoptd.errors import InternalError
 from autoptd.runtime.ops.dropout import Draw, Drawing
@@ -88,10 +89,15 @@ class Stage:
 
     def run(self, **values: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Run `forward`; values dropped by its methods are recomputed in backward."""
-        if not self._recomputes or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return self.forward(**values)
-        with self.activations:
-            return self.forward(**values)
+        if self._recomputes:
+            with self.activations:
+                return self.forward(**values)
+        if (units := self.activations.units) is not None:
+            with saved_tensors_hooks(units.lend, units.take):
+                return self.forward(**values)
+        return self.forward(**values)
 
     def again(self, method: Callable[..., Any], recipe: Callable[..., Any], *args: Any) -> Any:
         """Call `method`; `recipe` recomputes its dropped values in backward."""

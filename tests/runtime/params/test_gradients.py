@@ -16,7 +16,8 @@ from autoptd.program import buckets
 from autoptd.runtime.measure.record import recording
 from autoptd.runtime.params.full_values import gather_gradients
 from autoptd.runtime.params.grad_norm import checked_norm_type, clip_gradients, grad_norm, sum_of_powers
-from autoptd.runtime.params.gradients import Bucket, Gradients
+from autoptd.runtime.params.gradient_buckets import Bucket
+from autoptd.runtime.params.gradients import Gradients
 from autoptd.runtime.step.launch import Rank
 from tests.parity.checks import sum_only_over
 from tests.runtime.step.test_executor import running, step
