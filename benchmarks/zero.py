@@ -1,16 +1,17 @@
-"""ZeRO-1 against our own all-reduce, and against what torch has for it; and an optimizer over flat storage.
+"""ZeRO's stages against our own all-reduce, and against torch's forms of them; and an optimizer over flat storage.
 
 The GPT of examples/gpt.py trains with AdamW on 2 or 4 processes of one thread over gloo, in all forms in the same processes,
 in turns. A step is forward and backward of this replica's rows, gradients summed, AdamW's update, gradients set to None, and
 where optimizer state is sharded, the gather of what was updated.
 
-- AutoPTD, zero=0 and zero=1.
+- AutoPTD, zero=0 to 3; zero=3 also with each parameter gathered once (`reshard_after_forward=False`).
 - torch DDP with AdamW; with ZeroRedundancyOptimizer around it.
-- torch FSDP2 (`fully_shard` per block and around all), `reshard_after_forward=False`.
+- torch FSDP2 (`fully_shard` per block and around all), `reshard_after_forward=False` and True.
 
-Above 1 our zero=1 is faster: the median over turns of their time / its time, of wall time (the slowest rank's) and of CPU
-time (all ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device model's, over three steps.
-State: bytes of optimizer state on the rank that has the most.
+Above 1 our zero=1 is faster, and beside zero=3 our zero=3: the median over turns of their time / its time, of wall time (the
+slowest rank's) and of CPU time (all ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device
+model's, over three steps. State: bytes of optimizer state on the rank that has the most. Held: bytes of parameters between
+steps, likewise. Peak: the most that a rank allocates during a step, in addition.
 
 The update alone: AdamW over a model's parameters, one tensor each, against the same number of elements in one flat tensor.
 
@@ -37,13 +38,14 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.lib.memory import peak_bytes
 from benchmarks.lib.pairs import Interval, of_all_ranks, ratio_of, take_turns
 from benchmarks.lib.processes import spawn
 from benchmarks.lib.report import ratio_bars, save, save_picture
 from examples.gpt import GPT, GPTConfig
 
 Row = dict[str, Any]
-OURS = "AutoPTD zero=1"
+OURS, OURS_3 = "AutoPTD zero=1", "AutoPTD zero=3"
 ADAMW = {"lr": 1e-3, "weight_decay": 0.1}
 
 
@@ -65,11 +67,12 @@ SIZES = [Size(128, 8, 4, 64), Size(256, 6, 4, 128), Size(512, 4, 4, 128)]
 class Contender(NamedTuple):
     """One form of training: its loss on this rank's rows with gradients summed, and its optimizer.
 
-    `is_mean`: the loss is that of the global batch, not of a replica.
+    `held_bytes`: bytes of parameters between steps. `is_mean`: the loss is that of the global batch, not of a replica.
     """
 
     backward: Callable[[Tensor, Tensor], Tensor]
     optimizer: torch.optim.Optimizer
+    held_bytes: Callable[[], int]
     is_mean: bool = False
 
     def step(self, ids: Tensor, targets: Tensor) -> Tensor:
@@ -86,11 +89,12 @@ class Contender(NamedTuple):
         return sum(x.nbytes for x in local)
 
 
-def ours(model: GPT, d: int, zero: int, ids: Tensor, targets: Tensor) -> Contender:
+def ours(model: GPT, d: int, zero: int | autoptd.Zero, ids: Tensor, targets: Tensor) -> Contender:
     pm = autoptd.parallelize(
         model, d=d, zero=zero, num_microbatches=1, fuse=False, example_inputs=(ids, targets)
     )
-    return Contender(pm.step, pm.optimizer(torch.optim.AdamW, **ADAMW), is_mean=True)
+    optimizer = pm.optimizer(torch.optim.AdamW, **ADAMW)
+    return Contender(pm.step, optimizer, lambda: pm.memory()[dist.get_rank()].parameters, is_mean=True)
 
 
 def by_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender:
@@ -99,7 +103,11 @@ def by_autograd(model: nn.Module, optimizer: torch.optim.Optimizer) -> Contender
         loss.backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
-    return Contender(backward, optimizer)
+    def held_bytes() -> int:
+        local = [x.to_local() if hasattr(x, "to_local") else x for x in model.parameters()]
+        return sum(x.untyped_storage().nbytes() for x in local)
+
+    return Contender(backward, optimizer, held_bytes)
 
 
 def copy_of(model: GPT) -> GPT:
@@ -116,11 +124,12 @@ def replicated(model: GPT, is_sharded: bool) -> Contender:
     return by_autograd(wrapped, torch.optim.AdamW(wrapped.parameters(), fused=True, **ADAMW))
 
 
-def fully_sharded(model: GPT) -> Contender:
+def fully_sharded(model: GPT, reshard: bool) -> Contender:
     made: Any = copy_of(model)
     mesh = dist.init_device_mesh("cpu", (dist.get_world_size(),))
     for block in made.transformer.h:
-        fully_shard(block, mesh=mesh, reshard_after_forward=False)
+        fully_shard(block, mesh=mesh, reshard_after_forward=reshard)
+    # As by default: the root's own parameters are needed again at once.
     fully_shard(made, mesh=mesh, reshard_after_forward=False)
     return by_autograd(made, torch.optim.AdamW(made.parameters(), fused=True, **ADAMW))
 
@@ -129,9 +138,15 @@ def contenders(model: GPT, d: int, ids: Tensor, targets: Tensor) -> dict[str, Co
     return {
         OURS: ours(model, d, 1, ids, targets),
         "AutoPTD zero=0": ours(model, d, 0, ids, targets),
+        "AutoPTD zero=2": ours(model, d, 2, ids, targets),
+        OURS_3: ours(model, d, 3, ids, targets),
+        "AutoPTD zero=3, gathered once": ours(
+            model, d, autoptd.Zero(3, reshard_after_forward=False), ids, targets
+        ),
         "torch DDP": replicated(model, is_sharded=False),
         "torch DDP + ZeroRedundancyOptimizer": replicated(model, is_sharded=True),
-        "torch FSDP2": fully_sharded(model),
+        "torch FSDP2, gathered once": fully_sharded(model, reshard=False),
+        "torch FSDP2": fully_sharded(model, reshard=True),
     }
 
 
@@ -150,8 +165,10 @@ def measure(size: Size, d: int, seconds: float) -> dict[str, Row]:
     turns = of_all_ranks(take_turns(runs, 2000, calls=max(1, 256 // size.h), seconds=seconds))
     rows: dict[str, Row] = {}
     for name, one in made.items():
-        state = largest_of_ranks(one.state_bytes())
-        rows[name] = {**turns[name]._asdict(), "state bytes": state, "parity": apart[name]}
+        state, held = largest_of_ranks(one.state_bytes()), largest_of_ranks(one.held_bytes())
+        peak = largest_of_ranks(peak_bytes(lambda one=one: one.step(ids, targets)))  # type: ignore[misc]
+        sizes = {"state bytes": state, "held bytes": held, "peak bytes": peak}
+        rows[name] = {**turns[name]._asdict(), **sizes, "parity": apart[name]}
     return rows
 
 
@@ -184,9 +201,13 @@ def rows_of(size: Size, d: int, drawn: dict[str, Row]) -> list[Row]:
     for name, one in drawn.items():
         row = {"d": d, **size._asdict(), "who": name, "turns": len(one["wall"])}
         row["ms"] = 1e3 * sorted(one["wall"])[len(one["wall"]) // 2]
-        for which in ("wall", "cpu") if name != OURS else ():
-            row[which] = ratio_of(one[which], drawn[OURS][which])._asdict()
-        rows.append(row | {which: one[which] for which in ("state bytes", "parity")})
+        for which in ("wall", "cpu"):
+            if name != OURS:
+                row[which] = ratio_of(one[which], drawn[OURS][which])._asdict()
+            if "FSDP2" in name:
+                row[f"{which} beside zero=3"] = ratio_of(one[which], drawn[OURS_3][which])._asdict()
+        kept = ("state bytes", "held bytes", "peak bytes", "parity")
+        rows.append(row | {which: one[which] for which in kept})
     return rows
 
 
@@ -215,11 +236,14 @@ def told(ratio: dict[str, float] | None) -> str:
 
 def show(rows: list[Row]) -> None:
     print(
-        f"{'d':>2}{'h':>5}  {'who':<37}{'turns':>6}{'ms':>8}{'wall: / ours':>24}{'CPU':>24}{'state':>9}{'parity':>9}"
+        f"{'d':>2}{'h':>5}  {'who':<37}{'turns':>6}{'ms':>8}{'wall: / zero=1':>24}{'wall: / zero=3':>24}{'CPU':>24}"
+        f"{'state, held, peak MB':>24}{'parity':>9}"
     )
     for row in rows:
-        ratios = f"{told(row.get('wall')):>24}{told(row.get('cpu')):>24}"
-        state = f"{row['state bytes'] / 1e6:>6.1f} MB"
+        ratios = (
+            f"{told(row.get('wall')):>24}{told(row.get('wall beside zero=3')):>24}{told(row.get('cpu')):>24}"
+        )
+        state = "".join(f"{row[f'{what} bytes'] / 1e6:>8.1f}" for what in ("state", "held", "peak"))
         print(
             f"{row['d']:>2}{row['h']:>5}  {row['who']:<37}{row['turns']:>6}{row['ms']:>8.1f}{ratios}"
             f"{state:>9}{row['parity']:>9.0e}",

@@ -92,9 +92,10 @@ def _error(value: float) -> str:
 def _zero(found: Found) -> list[str]:
     rows = []
     for row in found["rows"]:
-        ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu")]
+        ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu", "wall beside zero=3")]
         speed = [row["turns"], f"{row['ms']:.1f}"]
-        rows.append([row["d"], row["h"], row["who"], *speed, *ratios, f"{row['state bytes'] / 1e6:.1f}"])
+        sizes = [f"{row[f'{what} bytes'] / 1e6:.1f}" for what in ("state", "held", "peak")]
+        rows.append([row["d"], row["h"], row["who"], *speed, *ratios, *sizes])
     header = [
         "d",
         "h",
@@ -103,7 +104,10 @@ def _zero(found: Found) -> list[str]:
         "ms",
         "wall time / ours zero=1",
         "CPU time / ours zero=1",
+        "wall time / ours zero=3",
         "state, MB",
+        "parameters, MB",
+        "peak, MB",
     ]
     update = _table(
         ["h", "tensors", "elements", "foreach, a tensor each / flat", "fused"],

@@ -4,6 +4,39 @@ from tests.mutations import planted
 
 MUTATIONS = (
     *planted(
+        "autoptd/runtime/params/units.py",
+        "tests/parity/test_zero.py -k not_read_before",
+        (
+            "                bucket.wait()\n                bucket.read.give_back()",
+            "                bucket.read.give_back()",
+        ),
+    ),
+    *planted(
+        "autoptd/program/gathers.py",
+        "tests/parity/test_divided.py -k calls",
+        ("return layers[::-1] if action.kind is Kind.B else layers", "return layers"),
+    ),
+    *planted(
+        "autoptd/runtime/params/gradient_buckets.py",
+        "tests/parity/test_divided.py -k any_order",
+        ("self._sum = part if self._sum is None else self._sum.add_(part)", "self._sum = part"),
+    ),
+    *planted(
+        "autoptd/codegen/layers.py",
+        "tests/parity/test_divided.py -k any_order",
+        (" | _passed(graph, crossing, stages)", ""),
+    ),
+    *planted(
+        "autoptd/runtime/params/guard.py",
+        "tests/parity/test_divided.py -k absent",
+        ("        if self.is_absent:\n", "        if False:\n"),
+    ),
+    *planted(
+        "autoptd/runtime/params/parameters.py",
+        "tests/parity/test_divided.py -k nan",
+        ("if (spec.has_master or spec.is_apart) and stored", "if spec.has_master and stored"),
+    ),
+    *planted(
         "autoptd/runtime/world/slurm.py",
         "tests/runtime/world/test_slurm.py",
         (

@@ -347,7 +347,7 @@ def test_a_broken_part_shows(monkeypatch: pytest.MonkeyPatch, broken: str) -> No
             {"d": 3, "c": 4, "zero": 1, "dp_shard": 3},
             r"does not divide d\*c=12 into groups of neighbours.*such as 2, 4, 12",
         ),
-        ({"d": 2, "zero": 3}, "not implemented"),
+        ({"d": 2, "zero": 4}, "one of 0, 1, 2, 3|no such choice|0, 1, 2, 3"),
         ({"d": 2, "reduce_dtype": "bf16"}, "without zero=1 an all-reduce"),
         ({"d": 2, "zero": 1, "reduce_dtype": "fp8"}, "no such choice"),
         ({"d": 2, "zero": 1, "dp_shard": 0}, "at least 1"),
@@ -411,6 +411,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
     return Late.log
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize(
     "asked",
     [
@@ -418,6 +419,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, str]]:
         {"p": 2, "d": 2, "v": 2, "num_microbatches": 2, "precision": "bf16-mixed"},
         {"d": 2, "precision": "bf16-mixed"},
         {"d": 2},
+        {"d": 2, "zero": 3, "recompute": "full", "num_microbatches": 2},
+        {"p": 2, "d": 2, "v": 2, "num_microbatches": 2, "zero": autoptd.Zero(3, reshard_after_forward=True)},
+        {"p": 2, "d": 2, "num_microbatches": 2, "zero": 3, "precision": "bf16"},
     ],
 )
 def test_what_is_gathered_is_not_read_before(late: list[tuple[int, str]], asked: dict[str, Any]) -> None:
