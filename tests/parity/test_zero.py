@@ -21,7 +21,7 @@ import autoptd
 from autoptd.errors import PlanError
 from autoptd.program import buckets
 from autoptd.program.buckets import ALIGNMENT, BucketPlan
-from autoptd.runtime.params import gradient_buckets, gradients, parameters, storage
+from autoptd.runtime.params import gradient_buckets, parameters, storage
 from autoptd.runtime.params.guard import GuardedParameter
 from autoptd.runtime.params.parameters import RankParameters
 from tests.parity.late import Late, usual_gather
