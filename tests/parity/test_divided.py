@@ -242,7 +242,7 @@ def padded(parameters: list[nn.Parameter], d: int) -> int:
 
 
 def test_gathers_in_a_step_follow_the_formula() -> None:
-    """With m microbatches of n layers: forward and backward gather all, except that the layer at which one follows the other stays."""
+    """Of n layers and m microbatches: all in each forward and backward, but for the layer at which one follows the other."""
     n, m = 4, 2
     pm, _ = train(gpt(n), steps=1, d=2, zero=3, num_microbatches=m)
     with pm.record() as record:
