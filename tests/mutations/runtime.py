@@ -196,6 +196,12 @@ MUTATIONS = (
         ("norm if self._norm is None else self._norm + norm", "norm"),
     ),
     *planted(
+        "autoptd/runtime/params/units.py",
+        "tests/parity/test_divided.py",
+        ("x.is_conj(), x.is_neg()", "False, x.is_neg()"),
+        ("x.is_conj(), x.is_neg()", "x.is_conj(), False"),
+    ),
+    *planted(
         "autoptd/runtime/params/namespace.py",
         "tests/runtime/step/test_executor.py -k withheld",
         ("        self._wait()\n", ""),

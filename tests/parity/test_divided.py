@@ -173,6 +173,34 @@ def test_parameters_that_are_read_beside_other_layers_are_no_layers(make: type[L
     assert (unit_of["layers.3.1.weight"] == "") == (make is Crossed)
 
 
+class Conjugated(Layers):
+    """Autograd saves conjugates and imaginary parts of a layer's weights, which are views with a bit of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phases = nn.ParameterList(nn.Parameter(torch.randn(8, 8, 2) / 4) for _ in range(2))
+
+    def read(self, x: Tensor) -> Tensor:
+        for phase in self.phases:
+            turn = torch.view_as_complex(phase).conj()
+            x = super().read(x) + torch.view_as_real(x.to(turn.dtype) @ turn).sum(-1) + turn.imag[0] * x
+        return x
+
+
+def test_conjugates_of_weights_are_saved() -> None:
+    ids, targets = (x % 32 for x in batch(8))
+    gradients = []
+    for zero in (0, ALWAYS):
+        pm = autoptd.parallelize(
+            Conjugated().double(), d=2, zero=zero, backend="local", example_inputs=(ids, targets)
+        )
+        pm.step(ids, targets)
+        gradients.append(pm.gradients())
+        pm.close()
+    for name, x in gradients[0].items():
+        torch.testing.assert_close(gradients[1][name], x, rtol=0, atol=1e-10, msg=name)
+
+
 CALLS: list[dict[str, Any]] = [
     {"d": 2, "zero": 3, "num_microbatches": 2},
     {"d": 2, "p": 2, "zero": 3},

@@ -41,12 +41,13 @@ class Gathered(Protocol):
 class Lent:
     """How a tensor that autograd saved lies in the buffer of a unit, which may be freed before it is taken."""
 
-    __slots__ = ("_demand", "_dtype", "_use", "_view")
+    __slots__ = ("_demand", "_dtype", "_is_conj", "_is_neg", "_use", "_view")
 
     def __init__(self, x: torch.Tensor, use: torch.Tensor, demand: Callable[[], None]) -> None:
         # Not the tensor: a view keeps the buffer from being freed.
         self._use, self._demand = use, demand
         self._view, self._dtype = (x.storage_offset(), x.shape, x.stride()), x.dtype
+        self._is_conj, self._is_neg = x.is_conj(), x.is_neg()
 
     def take(self) -> torch.Tensor:
         """Return the tensor; its unit is gathered first."""
@@ -54,7 +55,9 @@ class Lent:
         # No mode that reads the model's own casts otherwise (`verify`) may read this dtype.
         with torch._C.DisableTorchFunction():
             empty = self._use.new_empty(0, dtype=self._dtype)
-            return empty.set_(self._use.untyped_storage(), *self._view)
+            x = empty.set_(self._use.untyped_storage(), *self._view)
+        x = torch._conj(x) if self._is_conj else x
+        return torch._neg_view(x) if self._is_neg else x
 
 
 class Units:
