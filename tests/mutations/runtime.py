@@ -202,6 +202,19 @@ MUTATIONS = (
         ("x.is_conj(), x.is_neg()", "x.is_conj(), False"),
     ),
     *planted(
+        "autoptd/runtime/step/executor.py",
+        "tests/parity/test_divided.py",
+        ("count < self.program.num_microbatches:", "count < 0:"),
+        ("return own if self._count else", "return own if True else"),
+        ("            if is_own:\n", "            if True:\n"),
+        ("running.parts, running.outputs = {}, {}", "pass"),
+    ),
+    *planted(
+        "autoptd/runtime/params/parameters.py",
+        "tests/parity/test_divided.py",
+        ('return 0 if getattr(parameter, "is_absent", False) else', "return"),
+    ),
+    *planted(
         "autoptd/runtime/params/namespace.py",
         "tests/runtime/step/test_executor.py -k withheld",
         ("        self._wait()\n", ""),

@@ -305,6 +305,10 @@ def test_absent_values_are_not_read() -> None:
     for read in READS:
         with pytest.raises(PlanError, match=r"zero=3 .*pm.state_dict\(\)"):
             read(parameter)
+    parameter.requires_grad_(False)
+    with pytest.raises(PlanError, match="requires_grad was changed"):
+        pm.step(*batch(8))
+    parameter.requires_grad_(True)
     # Where they are stored, they may be changed.
     with torch.no_grad():
         for group in optimizer.param_groups:
@@ -329,6 +333,28 @@ def test_a_nan_leaves_a_run_that_goes_on(zero: Any) -> None:
         pm.step(*data)
     pm.load_state_dict(right)
     assert float(pm.step(*data)) == pytest.approx(loss, abs=1e-12)
+    pm.close()
+
+
+@pytest.mark.parametrize("mesh", [{"zero": ALWAYS}, {"zero": 3, "p": 2}, {"zero": NEVER}], ids=str)
+def test_replicas_without_rows_gather_for_the_others(mesh: dict[str, Any]) -> None:
+    """The last batch of an evaluation: its loss divides by the number of labels, and its outputs are only those of its rows."""
+
+    class Scored(Layers):
+        def forward(self, ids: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            logits = self.head(self.read(self.embed(ids)))
+            return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=3)
+
+    data, model = tuple(x % 32 for x in batch(8)), Scored().double()
+    pm = autoptd.parallelize(
+        copy.deepcopy(model), d=2, **mesh, num_microbatches=2, backend="local", example_inputs=data
+    )
+    for rows in (1, 3, 8):
+        part = [x[:rows] for x in data]
+        loss, ours = pm.eval_step(*part, outputs=lambda output, ids, targets: output[0])
+        logits, expected = model(*part)
+        torch.testing.assert_close(float(loss), float(expected), rtol=0, atol=1e-12)
+        torch.testing.assert_close(ours, logits.detach(), rtol=0, atol=1e-12)
     pm.close()
 
 

@@ -118,9 +118,8 @@ class RankParameters:
         self.is_lent = False
         # The expected storage for `check_storage`, which runs in every step: of used and of stepped tensors.
         self._initial = [
-            (name, parameter, parameter.data_ptr(), parameter.requires_grad)
+            (name, parameter, _address(parameter), parameter.requires_grad)
             for name, parameter in [*self.local.items(), *self.edits.stored.items()]
-            if not isinstance(parameter, GuardedParameter) or not parameter.is_absent
         ]
 
     def _first_values(self, full: Values) -> Iterator[tuple[ParamSpec, torch.Tensor]]:
@@ -377,7 +376,7 @@ class RankParameters:
     def check_storage(self) -> None:
         """Raise PlanError if a parameter's storage or `requires_grad` was replaced, unseen by stages."""
         for name, parameter, address, requires_grad in self._initial:
-            if parameter.data_ptr() != address:
+            if _address(parameter) != address:
                 raise PlanError(
                     name, "its .data was replaced", "change values in place: parameter.data.copy_(...)"
                 )
@@ -386,3 +385,8 @@ class RankParameters:
                 remedy = "pm.save(folder, optimizer), set requires_grad on the model, parallelize it again, "
                 remedy += "and pm.load(folder, optimizer) with a new optimizer"
                 raise PlanError(name, fact, remedy)
+
+
+def _address(parameter: torch.Tensor) -> int:
+    # Memory that exists only while stages use it may be elsewhere each time.
+    return 0 if getattr(parameter, "is_absent", False) else parameter.data_ptr()

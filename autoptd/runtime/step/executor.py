@@ -13,6 +13,7 @@ the *gradient edges* of its outputs. The outputs themselves are freed once sent,
 
 from __future__ import annotations
 
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -189,13 +190,28 @@ class Executor:
         """Return the loss of the global batch, without gradients; a replica may lack microbatches."""
         forward = [pair for pair in self._order if pair[0].kind in FORWARD]
         with self.guard():
-            self._run(microbatches, [pair for pair in forward if pair[0].microbatch < len(microbatches)])
+            count = len(microbatches)
+            if self.params.units is not None and count < self.program.num_microbatches:
+                microbatches = self._with_stand_ins(microbatches)
+            order = [pair for pair in forward if pair[0].microbatch < len(microbatches)]
+            self._run(microbatches, order, count)
             self.outputs = {name: x for stage in self.stages.values() for name, x in stage.outputs.items()}
             loss = self._global_loss()
             self._update_buffers()
             self.world.raise_first_fault()
         self.world.at = "between steps"
         return loss
+
+    def _with_stand_ins(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """Return as many microbatches as other replicas have, which gather parameters together; only the first count."""
+        given = [dict(microbatch) for microbatch in microbatches]
+        if not given:
+            # Zeros are indices that exist everywhere.
+            given.append({})
+            for spec in self.program.inputs:
+                dtype = getattr(torch, spec.dtype)
+                given[0][spec.name] = torch.zeros(spec.shape, dtype=dtype, device=self.world.device)
+        return given + given[:1] * (self.program.num_microbatches - len(given))
 
     def _title(self, name: str) -> str:
         """Return the name of an emitted file in tracebacks: `linecache` is global, so it is unique."""
@@ -250,16 +266,28 @@ class Executor:
             stage.parts = {}
             stage.outputs = {}
 
-    def _run(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
+    def _run(
+        self,
+        microbatches: Sequence[Microbatch],
+        order: Sequence[tuple[Action, str]],
+        count: int | None = None,
+    ) -> None:
+        """Run actions; only the first `count` microbatches add to results."""
         self.params.check_storage()
         self.params.absorb_edits()
         # Otherwise stages wait at the first read: compiled code bypasses that, timed actions must not wait.
         if self.watch is not None or self.program.fuse == "inductor":
             self.params.wait()
-        self._execute(microbatches, order)
+        self._execute(microbatches, order, count)
 
-    def _execute(self, microbatches: Sequence[Microbatch], order: Sequence[tuple[Action, str]]) -> None:
+    def _execute(
+        self,
+        microbatches: Sequence[Microbatch],
+        order: Sequence[tuple[Action, str]],
+        count: int | None = None,
+    ) -> None:
         self._begin(microbatches)
+        self._count = len(microbatches) if count is None else count
         self._loss = torch.zeros((), dtype=torch.float64, device=self.world.device)
         self._set_totals()
         computes = [action for action, _ in order if action.kind in COMPUTES]
@@ -312,15 +340,17 @@ class Executor:
                 add_nothing(self.program, index, group, self.world.device)
                 continue
             names = self.program.stages[index].inputs
-            inputs = chosen_inputs(self._microbatches, names)
+            inputs = chosen_inputs(self._microbatches[: self._count or 1], names)
             # Labels and their weights may depend on sums: counts come after them.
             if stage.rounds:
                 self.world.at = SUMS
-                set_batch_sums(stage, inputs, lambda own, op: group.all_reduce(own, SUMS, op))
+                set_batch_sums(
+                    stage, inputs, lambda own, op: group.all_reduce(self._counted(own, op), SUMS, op)
+                )
                 self.world.mark()
             if stage.counts:
                 self.world.at = LABELS
-                sums = group.all_reduce(count_batch(stage, inputs), LABELS)
+                sums = group.all_reduce(self._counted(count_batch(stage, inputs)), LABELS)
                 self.world.mark()
                 dtype = self._loss_dtype or self._seen_dtype
                 if self._runs_ahead and dtype is not None:
@@ -328,6 +358,10 @@ class Executor:
                 else:
                     # The loss's dtype is unknown in the first step. Python numbers do not change it; tensors would.
                     stage.totals = tuple(sums.tolist())
+
+    def _counted(self, own: torch.Tensor, op: str = "sum") -> torch.Tensor:
+        """Return this replica's part of a sum or maximum over the batch: nothing if it only has a stand-in."""
+        return own if self._count else torch.full_like(own, -math.inf if op == "max" else 0.0)
 
     def _forward(self, action: Action) -> None:
         stage, number = action.stage, action.microbatch
@@ -340,11 +374,18 @@ class Executor:
                 arrived[spec.name] = message[spec.name].requires_grad_(wants_grad)
         batch = {name: self._microbatches[number][name] for name in self.program.stages[stage].inputs}
         self._choose_masks(self.stages[stage], number)
-        results = list(self.stages[stage].run(**arrived, **batch))
+        running = self.stages[stage]
+        kept, is_own = (running.parts, running.outputs), number < self._count
+        if not is_own:
+            running.parts, running.outputs = {}, {}
+        results = list(running.run(**arrived, **batch))
+        if not is_own:
+            running.parts, running.outputs = kept
         loss = None
         if stage == self.program.loss_stage:
             loss = results.pop()
-            self._loss += loss.detach()
+            if is_own:
+                self._loss += loss.detach()
             # Only the first step's dtype is the model's own: later ones may divide by tensors.
             self._seen_dtype = self._seen_dtype or loss.dtype
         outputs = {spec.name: x for spec, x in zip(self._wires.outputs[stage], results, strict=True)}
