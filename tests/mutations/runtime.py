@@ -210,11 +210,6 @@ MUTATIONS = (
         ("running.parts, running.outputs = {}, {}", "pass"),
     ),
     *planted(
-        "autoptd/runtime/params/parameters.py",
-        "tests/parity/test_divided.py",
-        ('return 0 if getattr(parameter, "is_absent", False) else', "return"),
-    ),
-    *planted(
         "autoptd/runtime/params/namespace.py",
         "tests/runtime/step/test_executor.py -k withheld",
         ("        self._wait()\n", ""),

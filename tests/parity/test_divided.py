@@ -336,7 +336,7 @@ def test_a_nan_leaves_a_run_that_goes_on(zero: Any) -> None:
     pm.close()
 
 
-@pytest.mark.parametrize("mesh", [{"zero": ALWAYS}, {"zero": 3, "p": 2}, {"zero": NEVER}], ids=str)
+@pytest.mark.parametrize("mesh", [{"zero": ALWAYS}, {"p": 2, "zero": 3}], ids=str)
 def test_replicas_without_rows_gather_for_the_others(mesh: dict[str, Any]) -> None:
     """The last batch of an evaluation: its loss divides by the number of labels, and its outputs are only those of its rows."""
 
@@ -345,11 +345,11 @@ def test_replicas_without_rows_gather_for_the_others(mesh: dict[str, Any]) -> No
             logits = self.head(self.read(self.embed(ids)))
             return logits, F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=3)
 
-    data, model = tuple(x % 32 for x in batch(8)), Scored().double()
+    data, model = tuple(x % 32 for x in batch(18)), Scored().double()
     pm = autoptd.parallelize(
-        copy.deepcopy(model), d=2, **mesh, num_microbatches=2, backend="local", example_inputs=data
+        copy.deepcopy(model), d=3, **mesh, num_microbatches=2, backend="local", example_inputs=data
     )
-    for rows in (1, 3, 8):
+    for rows in (1, 2, 5, 18):
         part = [x[:rows] for x in data]
         loss, ours = pm.eval_step(*part, outputs=lambda output, ids, targets: output[0])
         logits, expected = model(*part)
