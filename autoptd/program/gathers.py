@@ -8,6 +8,7 @@ runtime follows it, and `gathers_of` counts by it, so that the two agree.
 - Scope "use": in a forward, and in a backward in the reverse order, the layer in use and the next one are there: across
   actions too, so that where a B follows its F, the last layer stays. Outside of layers (embeddings, heads), parameters are
   there while the rank runs their stage.
+  Layers are expected in the model's order. Others are gathered when they are read, though not ahead, so more often.
 - Scope "run": all parameters of a stage are there while the rank runs it, however many of its actions follow each other.
 - Scope "step": each is gathered once, when its stage is run first.
 

@@ -109,7 +109,7 @@ def refuse_gradient(func: Callable[..., Any], is_home: bool) -> None:
             )
             raise PlanError("p.grad of optimizer.param_groups", fact, remedy)
         fact = (
-            "with zero=1 each rank keeps only the gradients of its stored pieces: a whole parameter has none"
+            "with zero= each rank keeps only the gradients of its stored pieces: a whole parameter has none"
         )
         remedy = "read and change p.grad of the tensors in optimizer.param_groups, after pm.step; "
         remedy += "pm.gradients() returns full gradients, pm.clip_grad_norm_ clips them, optimizer.zero_grad() clears them"
