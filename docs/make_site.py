@@ -21,7 +21,7 @@ MOVED = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.
 # The navigation, below the pages that have it: caption -> pages, in order.
 NAVIGATION = {
     "index.md": {
-        "Get started": ("getting-started", "bring-your-own-model", "models"),
+        "Get started": ("getting-started", "bring-your-own-model", "models", "faq"),
         "How-to": ("howto/index",),
         "Concepts": ("architecture", "pipeline", "plan", "planner", "glossary"),
         "Reference": ("api", "cli"),
@@ -32,9 +32,9 @@ NAVIGATION = {
         "": tuple(
             f"howto/{page}"
             for page in """
-        port-a-loop train-on-8-gpus hugging-face trainer lightning evaluation optimizers lora huge-models multi-node
-        launchers check-a-launch read-a-hang run-time-checks checkpoints restart pipeline-schedules sequence-parallelism
-        long-sequences experts inspect
+        hugging-face port-a-loop data choose-a-mesh train-on-8-gpus trainer lightning evaluation optimizers lora huge-models
+        multi-node launchers check-a-launch read-a-hang run-time-checks checkpoints restart pipeline-schedules
+        sequence-parallelism long-sequences experts inspect
         pin-a-plan precision zero recompute fused-operators overlap gpu losses buffers lengths random-numbers
     """.split()
         )

@@ -55,6 +55,7 @@ PAGES: tuple[str, ...] = (
     "docs/cli.md",
     "docs/compare.md",
     "docs/decisions",
+    "docs/faq.md",
     "docs/getting-started.md",
     "docs/glossary.md",
     "docs/howto",
