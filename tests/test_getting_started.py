@@ -86,6 +86,7 @@ def test_the_page_is_walked(
     losses = [float(line.split()[-1]) for line in trained.splitlines()]
     assert losses[-1] < losses[0]
     tuned = next(text for text in seen if "evaluation:" in text).split()
+    assert tuned[-5:-3] == ["10,", "evaluation:"]
     assert float(tuned[-1]) < float(tuned[-3])
     assert sum(bool(shown) for _, shown in commands()) == 3
 
@@ -95,13 +96,24 @@ def test_the_page_is_walked(
 def test_torchrun_of_the_page(tmp_path: Path) -> None:
     """The losses are those of one device."""
     write_files(tmp_path)
-    (words,) = (words for words, _ in commands() if words[0] == "torchrun")
+    words, tune = (words for words, _ in commands() if words[0] == "torchrun")
     found = []
     for call in ([sys.executable, "-m", "torch.distributed.run", *words[1:]], [sys.executable, "train.py"]):
         done = subprocess.run(call, cwd=tmp_path, capture_output=True, text=True, timeout=500)
         assert done.returncode == 0, done.stderr[-3000:]
         found.append([float(line.split()[-1]) for line in done.stdout.splitlines() if "loss" in line])
     assert torch.allclose(*(torch.tensor(losses) for losses in found), atol=2e-3) and len(found[0]) == 4
+    # It resumes what threads have saved.
+    for call in (
+        ["make_base.py"],
+        ["finetune.py", "--backend", "local"],
+        ["-m", "torch.distributed.run", *tune[1:]],
+    ):
+        done = subprocess.run(
+            [sys.executable, *call], cwd=tmp_path, capture_output=True, text=True, timeout=500
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("step 20, evaluation:") and len(done.stdout.splitlines()) == 1
 
 
 def test_commands_of_a_fresh_machine_are_there() -> None:
