@@ -34,7 +34,8 @@ NAVIGATION = {
             for page in """
         hugging-face port-a-loop data choose-a-mesh train-on-8-gpus trainer lightning evaluation optimizers lora huge-models
         multi-node launchers check-a-launch read-a-hang run-time-checks checkpoints restart pipeline-schedules
-        sequence-parallelism long-sequences experts inspect
+        sequence-parallelism long-sequences experts inspect pin-a-plan precision zero recompute fused-operators overlap
+        gpu losses buffers lengths random-numbers
     """.split()
         )
     },

@@ -42,7 +42,8 @@ tokens, tokenizer = load_tokens(args.data), None
 if args.model:
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     tokens = torch.tensor(tokenizer(bytes(tokens.tolist()).decode())["input_ids"])
-    model = AutoModelForCausalLM.from_pretrained(args.model)
+    # Transformers keeps the dtype of the file; in bfloat16, small updates would be rounded away.
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32)
 else:
     sizes = {"hidden_size": args.hidden, "intermediate_size": 2 * args.hidden}
     config = LlamaConfig(vocab_size=256, num_hidden_layers=args.layers, num_attention_heads=4, **sizes)
