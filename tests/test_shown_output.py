@@ -52,6 +52,13 @@ ELSEWHERE = {  # (page, the words a block begins with) -> the test that holds it
     ): "tests/integrations/test_page.py::test_the_error_is_the_one_shown",
     ("docs/pipeline.md", ""): "tests/test_docs.py::test_the_walk_through_the_pipeline_is_the_real_dump",
     ("docs/getting-started.md", ""): "tests/test_getting_started.py::test_the_page_is_walked",
+    ("docs/howto/hugging-face.md", ""): "tests/integrations/test_ten_minutes.py::test_the_page_is_walked",
+    ("docs/faq.md", ""): "tests/test_faq.py::test_an_optimizer_of_torch_is_the_error_that_is_shown",
+    (
+        "docs/howto/lightning.md",
+        "",
+    ): "tests/integrations/test_lightning_page.py::test_the_error_is_the_one_shown",
+    ("docs/howto/zero.md", ""): "tests/parity/test_divided.py::test_the_page_runs_and_shows_a_file",
     (
         "docs/howto/check-a-launch.md",
         "",
