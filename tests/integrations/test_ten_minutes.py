@@ -96,7 +96,7 @@ def test_weights_that_ranks_read_themselves(folder: Path, monkeypatch: pytest.Mo
 @pytest.mark.thorough
 @pytest.mark.processes
 def test_torchrun_of_the_page(folder: Path) -> None:
-    """From the second command on, as typed."""
+    """As typed; four processes continue with the losses that threads would have had."""
     for words in COMMANDS:
         command = words if words[0] == "python" else ["python", "-m", "torch.distributed.run", *words[1:]]
         done = subprocess.run(
@@ -105,7 +105,12 @@ def test_torchrun_of_the_page(folder: Path) -> None:
         assert done.returncode == 0, done.stderr[-3000:]
         if words[0] == "torchrun":
             assert len(logged(done.stdout)) == 4
+            losses = [float(line["loss"]) for line in logged(done.stdout)]
     assert (folder / "out/tuned/checkpoint-40/autoptd").is_dir()
+    (folder / "out/tuned").rename(folder / "out/resumed")
+    whole = [sys.executable, *LOCAL[1:], "--steps", "40"]
+    done = subprocess.run(whole, capture_output=True, text=True, timeout=500, cwd=folder, check=True)
+    assert losses == pytest.approx([float(line["loss"]) for line in logged(done.stdout)][4:], abs=2e-3)
 
 
 def test_commands_of_a_fresh_machine_are_there() -> None:
