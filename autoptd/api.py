@@ -117,8 +117,9 @@ def parallelize(
         `model.half()` and a loss scale. "bf16-mixed", "fp16-mixed": as under `torch.autocast`, on the device of the ranks;
         parameters that are only read in 16 bits are cast once a step.
     loss_scale: a fixed one for fp16; by default it is dynamic, by the numbers of `LossScale`.
-    zero: 1 divides the optimizer's state over the d*c ranks that sum a gradient (ZeRO stage 1); "auto": where it takes that
-        to fit into `memory`. `Zero` has groups of replicas, and the dtype in which gradients travel.
+    zero: the ZeRO stage: 1 divides the optimizer's state over the d*c ranks that sum a gradient, 2 gradients as well, and 3
+        parameters; "auto" takes the lowest stage that fits into `memory`. `Zero` has groups of replicas, how long gathered
+        parameters stay, and the dtype in which gradients travel.
     recompute: which activations backward computes again: "full", "full:1/2", "selective" (attention's scores), globs of
         modules, "auto" (the cheapest values, until a rank fits into `memory`), False, or a `Recompute`; by default what the
         model wraps in `torch.utils.checkpoint`.

@@ -25,6 +25,7 @@ CLIPPING = "leave it out: pm.clip_grad_norm_(1.0) after pm.step"
 OPTIMIZER = "leave it out: pm.optimizer(torch.optim.AdamW, lr=3e-4)"
 DATA = "leave it out: pm.local_batch(x, y) cuts the global batch to this replica's rows"
 UNNEEDED = "leave it out: nothing here needs it"
+MISSING = "leave it out: it is not available"
 
 # Modules of other libraries in a trace.
 NORMS = "LayerNorm or GroupNorm, or .eval() of the batch norm, which then keeps its statistics"
@@ -88,6 +89,10 @@ _REMEDIES = {
     ),
     "it is called c here": (
         "cp cp_size context_parallel context_parallel_size context_parallel_degree ulysses_degree ring_degree"
+    ),
+    MISSING: (
+        "fp8 use_fp8 enable_fp8 offload cpu_offload offload_optimizer offload_param offload_parameters offload_policy "
+        "ep ep_size ep_degree expert_parallel expert_parallel_size expert_parallel_degree expert_model_parallel_size"
     ),
     CLIPPING: "max_grad_norm clip_grad clip_grad_norm gradient_clipping max_norm",
     OPTIMIZER: "optimizer optim optimizer_cls lr learning_rate weight_decay",
