@@ -5,6 +5,7 @@ What only a fresh machine can do (clone, pip, make) is held as text.
 
 from __future__ import annotations
 
+import os
 import re
 import runpy
 import shlex
@@ -67,6 +68,23 @@ def test_the_lines_of_the_readme_train(
     losses = [float(line.split()[-1]) for line in capsys.readouterr().out.splitlines()]
     assert len(losses) == 10 and losses[-1] < 0.9 * losses[0]
     assert len(README.splitlines()) <= 130
+
+
+@pytest.mark.thorough
+@pytest.mark.processes
+def test_processes_of_the_readme(tmp_path: Path) -> None:
+    """Without `backend=`, as it says, the losses are the same."""
+    (script,) = re.findall(r"<!-- readme: train -->\n```python\n(.*?)```", README, re.S)
+    (tmp_path / "local.py").write_text(script)
+    (tmp_path / "train.py").write_text(script.replace('backend="local", ', ""))
+    launch = ["-m", "torch.distributed.run", "--nproc-per-node", "8", "train.py"]
+    where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(ROOT)}}
+    found = []
+    for call in (["local.py"], launch):
+        done = subprocess.run([sys.executable, *call], capture_output=True, text=True, timeout=500, **where)
+        assert done.returncode == 0, done.stderr[-3000:]
+        found.append([float(line.split()[-1]) for line in done.stdout.splitlines()])
+    assert torch.allclose(*(torch.tensor(losses) for losses in found), atol=2e-3) and len(found[0]) == 10
 
 
 def test_the_page_is_walked(
