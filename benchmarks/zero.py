@@ -11,7 +11,7 @@ where optimizer state is sharded, the gather of what was updated.
 Above 1 our zero=1 is faster, and beside zero=3 our zero=3: the median over turns of their time / its time, of wall time (the
 slowest rank's) and of CPU time (all ranks'), with its 95% interval. Parity: the largest difference of a loss to the one-device
 model's, over three steps. State: bytes of optimizer state on the rank that has the most. Held: bytes of parameters between
-steps, likewise. Peak: the most that a rank allocates during a step, in addition.
+steps, likewise.
 
 The update alone: AdamW over a model's parameters, one tensor each, against the same number of elements in one flat tensor.
 
@@ -38,7 +38,6 @@ import autoptd
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.lib.memory import peak_bytes
 from benchmarks.lib.pairs import Interval, of_all_ranks, ratio_of, take_turns
 from benchmarks.lib.processes import spawn
 from benchmarks.lib.report import ratio_bars, save, save_picture
@@ -166,8 +165,7 @@ def measure(size: Size, d: int, seconds: float) -> dict[str, Row]:
     rows: dict[str, Row] = {}
     for name, one in made.items():
         state, held = largest_of_ranks(one.state_bytes()), largest_of_ranks(one.held_bytes())
-        peak = largest_of_ranks(peak_bytes(lambda one=one: one.step(ids, targets)))  # type: ignore[misc]
-        sizes = {"state bytes": state, "held bytes": held, "peak bytes": peak}
+        sizes = {"state bytes": state, "held bytes": held}
         rows[name] = {**turns[name]._asdict(), **sizes, "parity": apart[name]}
     return rows
 
@@ -206,7 +204,7 @@ def rows_of(size: Size, d: int, drawn: dict[str, Row]) -> list[Row]:
                 row[which] = ratio_of(one[which], drawn[OURS][which])._asdict()
             if "FSDP2" in name:
                 row[f"{which} beside zero=3"] = ratio_of(one[which], drawn[OURS_3][which])._asdict()
-        kept = ("state bytes", "held bytes", "peak bytes", "parity")
+        kept = ("state bytes", "held bytes", "parity")
         rows.append(row | {which: one[which] for which in kept})
     return rows
 
@@ -237,13 +235,13 @@ def told(ratio: dict[str, float] | None) -> str:
 def show(rows: list[Row]) -> None:
     print(
         f"{'d':>2}{'h':>5}  {'who':<37}{'turns':>6}{'ms':>8}{'wall: / zero=1':>24}{'wall: / zero=3':>24}{'CPU':>24}"
-        f"{'state, held, peak MB':>24}{'parity':>9}"
+        f"{'state, held MB':>16}{'parity':>9}"
     )
     for row in rows:
         ratios = (
             f"{told(row.get('wall')):>24}{told(row.get('wall beside zero=3')):>24}{told(row.get('cpu')):>24}"
         )
-        state = "".join(f"{row[f'{what} bytes'] / 1e6:>8.1f}" for what in ("state", "held", "peak"))
+        state = "".join(f"{row[f'{what} bytes'] / 1e6:>8.1f}" for what in ("state", "held"))
         print(
             f"{row['d']:>2}{row['h']:>5}  {row['who']:<37}{row['turns']:>6}{row['ms']:>8.1f}{ratios}"
             f"{state:>9}{row['parity']:>9.0e}",

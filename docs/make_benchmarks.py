@@ -94,7 +94,7 @@ def _zero(found: Found) -> list[str]:
     for row in found["rows"]:
         ratios = [_ratio(row[one]) if one in row else "" for one in ("wall", "cpu", "wall beside zero=3")]
         speed = [row["turns"], f"{row['ms']:.1f}"]
-        sizes = [f"{row[f'{what} bytes'] / 1e6:.1f}" for what in ("state", "held", "peak")]
+        sizes = [f"{row[f'{what} bytes'] / 1e6:.1f}" for what in ("state", "held")]
         rows.append([row["d"], row["h"], row["who"], *speed, *ratios, *sizes])
     header = [
         "d",
@@ -107,7 +107,6 @@ def _zero(found: Found) -> list[str]:
         "wall time / ours zero=3",
         "state, MB",
         "parameters, MB",
-        "peak, MB",
     ]
     update = _table(
         ["h", "tensors", "elements", "foreach, a tensor each / flat", "fused"],
