@@ -164,7 +164,6 @@ def test_nan_loss_may_pass() -> None:
 
 
 FUTURE = {
-    "zero": 2,
     "context": "ring",
     "summa": True,
 }

@@ -79,7 +79,7 @@ def test_gradients_add_up_in_the_dtype_of_the_storage() -> None:
     assert main.grad_bytes(Mesh()) == 128 and main.local_bytes(Mesh()) == 64
     mixed = replace(spec_of(), use=replace(spec_of().use, dtype="bfloat16"))
     assert mixed.storage.sum_dtype == "float32" and mixed.sums == spec_of().sums
-    with pytest.raises(InternalError, match="float32 to bfloat16 once per step"):
+    with pytest.raises(InternalError, match="float32 to bfloat16 once per update"):
         check_use(mixed)
 
 

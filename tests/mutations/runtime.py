@@ -212,9 +212,9 @@ MUTATIONS = (
     *planted(
         "autoptd/runtime/params/namespace.py",
         "tests/runtime/step/test_executor.py -k withheld",
-        ("        self._wait()\n", ""),
+        ("            self._wait()\n", "            pass\n"),
         ("() if self._is_withheld else self._places", "self._places"),
-        ("        self.give_back()\n        *path", "        *path"),
+        ("        if self._is_withheld:\n            self._remove(place)\n", ""),
         ("last if _is_attribute(last) else None, node", "last, node"),
     ),
     *planted(
@@ -360,7 +360,10 @@ MUTATIONS = (
     *planted(
         "autoptd/runtime/step/executor.py",
         "tests/parity/test_statistics.py",
-        ("group.all_reduce(own, SUMS, op)", "group.all_reduce(own, SUMS)"),
+        (
+            "group.all_reduce(self._counted(own, op), SUMS, op)",
+            "group.all_reduce(self._counted(own, op), SUMS)",
+        ),
     ),
     *planted(
         "autoptd/runtime/step/launch.py",

@@ -18,7 +18,6 @@ import numpy as np
 
 from autoptd.errors import PlanError
 from autoptd.ir.actions import SCHEDULES
-from autoptd.options import NOT_YET
 from autoptd.wings.planner.cluster import ELEMENT_BYTES, PRECISIONS, Cluster, find_cluster
 from autoptd.wings.planner.search import Columns, divisors
 from autoptd.wings.planner.setting import RECOMPUTE, check_count
@@ -30,8 +29,8 @@ ANY = "any"
 ZERO = (0, 1, 2, 3)
 # What "any" means. Left out: gpipe takes 1f1b's time with more memory; zbv's closed form is only a bound.
 ANY_SCHEDULE = ("1f1b", "interleaved", "looped_bfs", "zb_h1", "zb_2p")
-# The value that the runtime has of a feature that it does not have yet.
-RUNS = {"recompute": ("none",), "zero": (0,)}
+# The only values to try unless more are asked for.
+USUAL = {"zero": (0,)}
 
 
 @dataclass(frozen=True)
@@ -137,9 +136,9 @@ def make_request(
 
 
 def _values(name: str, given: Any, known: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return the values to try: those given, all for "any", and for None all that the runtime supports."""
+    """Return the values to try: those given, all for "any", and for None the usual ones."""
     if given is None:
-        return RUNS[name] if name in NOT_YET else known
+        return USUAL.get(name, known)
     if given == ANY:
         return known
     values = _several(given)
