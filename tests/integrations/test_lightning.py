@@ -487,7 +487,7 @@ def test_validation_steps_are_tried_before_training(message: str, step: Any) -> 
         ("loss_fn", {"mesh": {"t": 2, "loss_fn": no_hook}}),
         ("8 rows do not", {"mesh": {"d": 3}}),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_settings(message: str, how: dict[str, Any]) -> None:
     refused(Small, message, **how)
