@@ -102,9 +102,10 @@ class Gathers:
 
     def _change(self, free: Iterable[Unit], start: Iterable[Unit]) -> Change:
         # In the model's order, so that all ranks make their calls in one order.
-        freed = [unit for unit in self.units if unit in set(free)]
+        gone = set(free)
+        freed = [unit for unit in self.units if unit in gone] if gone else []
         started = [unit for unit in start if unit not in self.there]
-        self.there = (self.there - set(freed)) | set(started)
+        self.there = (self.there - gone) | set(started)
         return Change(freed, started)
 
 

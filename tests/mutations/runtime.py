@@ -196,10 +196,10 @@ MUTATIONS = (
         ("norm if self._norm is None else self._norm + norm", "norm"),
     ),
     *planted(
-        "autoptd/runtime/params/units.py",
-        "tests/parity/test_divided.py",
-        ("x.is_conj(), x.is_neg()", "False, x.is_neg()"),
-        ("x.is_conj(), x.is_neg()", "x.is_conj(), False"),
+        "autoptd/runtime/ops/views.py",
+        "tests/parity/test_divided.py -k conjugates",
+        ("tensor.is_conj(), tensor.is_neg()", "False, tensor.is_neg()"),
+        ("tensor.is_conj(), tensor.is_neg()", "tensor.is_conj(), False"),
     ),
     *planted(
         "autoptd/runtime/step/executor.py",

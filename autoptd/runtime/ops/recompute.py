@@ -32,6 +32,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from autoptd.errors import InternalError
 from autoptd.runtime.ops.dropout import Drawing
+from autoptd.runtime.ops.views import View
 
 Tensor = torch.Tensor
 Value = TypeVar("Value")
@@ -48,22 +49,21 @@ class Lender(Protocol):
     """Parameters whose memory is freed between uses: `runtime/params/units.py`."""
 
     def lend(self, x: Tensor) -> Any:
-        """Return what autograd saves for a tensor: the tensor, or what has `take` like `Saved`."""
+        """Return what autograd saves for a tensor: the tensor, or a `View`."""
 
     def take(self, saved: Any) -> Tensor:
         """Return the tensor that `lend` was given."""
 
 
-class Saved:
+class Saved(View):
     """A tensor that autograd saved, or that a recipe reads: itself, or how it is a view of a value that was dropped."""
 
-    __slots__ = ("__weakref__", "_dropped", "_dtype", "_is_conj", "_is_neg", "_tensor", "_view")
+    __slots__ = ("__weakref__", "_dropped", "_tensor")
 
     def __init__(self, tensor: Tensor) -> None:
+        super().__init__(tensor)
         self._tensor: Tensor | None = tensor
         self._dropped: Dropped | None = None
-        self._dtype, self._is_conj, self._is_neg = tensor.dtype, tensor.is_conj(), tensor.is_neg()
-        self._view = (tensor.storage_offset(), tensor.shape, tensor.stride())
 
     def let_go(self, dropped: Dropped) -> None:
         self._tensor, self._dropped = None, dropped
@@ -72,13 +72,7 @@ class Saved:
         """Return the tensor; a dropped one is computed again first, unless another reader has had that done."""
         if self._dropped is None:
             return self._tensor  # type: ignore[return-value]
-        value = self._dropped.value()
-        # By its storage: a view may read complex numbers as pairs of real ones, or conjugate them when it is read. No mode
-        # that reads the model's own casts otherwise (`verify`) may read this dtype.
-        with torch._C.DisableTorchFunction():
-            view = value.new_empty(0, dtype=self._dtype).set_(value.untyped_storage(), *self._view)
-        view = torch._conj(view) if self._is_conj else view
-        return torch._neg_view(view) if self._is_neg else view
+        return self.of(self._dropped.value())
 
 
 class Dropped:
@@ -130,7 +124,7 @@ class Call:
     def name(self) -> str:
         return getattr(self._recipe, "__name__", str(self._recipe))
 
-    def keep(self, x: Any) -> None:
+    def keep(self, x: View) -> None:
         self._args.append(x)  # type: ignore[union-attr]
 
     def drop(self, x: Tensor) -> Dropped:
@@ -142,9 +136,7 @@ class Call:
         """Compute all dropped values again."""
         if self._args is None:
             raise InternalError(self.name, "runs twice for one forward")
-        args = [
-            arg.take() if hasattr(arg, "take") and not isinstance(arg, Tensor) else arg for arg in self._args
-        ]
+        args = [arg.take() if isinstance(arg, View) else arg for arg in self._args]
         # What only this recipe needed is free from here on.
         self._args = None
         values = self._run(self._recipe, args, self._drawing)
@@ -205,10 +197,10 @@ class Activations:
         finally:
             self._calls.pop()
 
-    def save(self, x: Tensor) -> Any:
+    def save(self, x: Tensor) -> View:
         """File a tensor; return a `Saved`, or what `units` lend, in its place."""
         if self.units is not None and (lent := self.units.lend(x)) is not x:
-            return lent
+            return lent  # type: ignore[no-any-return]
         saved, storage = Saved(x), StorageWeakRef(x.untyped_storage())
         dropped = self._gone.get(storage)
         if dropped is None:

@@ -22,6 +22,7 @@ import torch
 
 from autoptd.ir.actions import Action
 from autoptd.program.gathers import Change, Gathers, Unit
+from autoptd.runtime.ops.views import View
 from autoptd.runtime.params.namespace import Withheld
 
 
@@ -38,26 +39,20 @@ class Gathered(Protocol):
     def abandon(self) -> None: ...
 
 
-class Lent:
-    """How a tensor that autograd saved lies in the buffer of a unit, which may be freed before it is taken."""
+class Lent(View):
+    """A tensor that autograd saved, in the buffer of a unit, which may be freed before it is taken."""
 
-    __slots__ = ("_demand", "_dtype", "_is_conj", "_is_neg", "_use", "_view")
+    __slots__ = ("_demand", "_use")
 
     def __init__(self, x: torch.Tensor, use: torch.Tensor, demand: Callable[[], None]) -> None:
         # Not the tensor: a view keeps the buffer from being freed.
+        super().__init__(x)
         self._use, self._demand = use, demand
-        self._view, self._dtype = (x.storage_offset(), x.shape, x.stride()), x.dtype
-        self._is_conj, self._is_neg = x.is_conj(), x.is_neg()
 
     def take(self) -> torch.Tensor:
         """Return the tensor; its unit is gathered first."""
         self._demand()
-        # No mode that reads the model's own casts otherwise (`verify`) may read this dtype.
-        with torch._C.DisableTorchFunction():
-            empty = self._use.new_empty(0, dtype=self._dtype)
-            x = empty.set_(self._use.untyped_storage(), *self._view)
-        x = torch._conj(x) if self._is_conj else x
-        return torch._neg_view(x) if self._is_neg else x
+        return self.of(self._use)
 
 
 class Units:
